@@ -1,0 +1,103 @@
+"""One request (one sample of one prompt) as scheduler and KV manager see it."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto, unique
+
+from dalsegno.sampling_params import SamplingParams
+from dalsegno.types import BlockHash
+
+__all__ = ["FinishReason", "Request", "RequestStatus"]
+
+
+@unique
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@unique
+class FinishReason(Enum):
+    """Why a request ended; the values are what the API reports."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """Tokens, hashes and progress of one request.
+
+    Invariants: `token_ids` is the prompt followed by the sampled tokens; tokens `[0, num_computed_tokens)` have KV
+    and state on the device and `num_computed_tokens < num_tokens` while the request can run; `block_hashes[i]` names
+    tokens `[0, (i + 1) * H)` and covers full units only. The request holds no block ids: those are the manager's.
+
+    Attributes:
+        root_hash: hash of zero tokens in this request's key domain (salt, adapter).
+        checkpoint_at: token counts the caller wants a state kept at.
+        seed: key of the random streams.
+        sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
+        siblings: on sample 0, the other samples, which start from its prefill.
+        num_cached_tokens: prompt tokens not computed at first admission; None before it.
+        num_states_kept: boundary states published for this request.
+        num_prefilled_tokens: prompt (and, after a preemption, answer) tokens computed in prefill, as the worker counted.
+    """
+
+    request_id: str
+    token_ids: "array[int]"
+    params: SamplingParams
+    arrival_time: float
+    cache_salt: str | None = None
+    priority: int = 0
+    checkpoint_at: tuple[int, ...] = ()
+    end_token_ids: frozenset[int] = frozenset()
+    max_tokens: int = 16
+    seed: int = 0
+    sample_index: int = 0
+    siblings: "list[Request]" = field(default_factory=list)
+
+    root_hash: BlockHash = BlockHash(b"")
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    num_cached_tokens: int | None = None
+    num_states_kept: int = 0
+    num_prefilled_tokens: int = 0
+    num_preemptions: int = 0
+    num_wait_steps: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and what was sampled."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens this request will ever know."""
+        return self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The sampled tokens, oldest first."""
+        return self.token_ids[self.num_prompt_tokens :].tolist()

@@ -1,0 +1,121 @@
+"""What a caller asks of sampling, under the names vLLM users know."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dalsegno.errors import OptionError
+from dalsegno.options import check_foreign_options, check_integer
+
+__all__ = ["SamplingParams"]
+
+_OFF_VALUES: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "detokenize": (True,),
+    "frequency_penalty": (0,),
+    "guided_decoding": (None,),
+    "include_stop_str_in_output": (False,),
+    "logit_bias": (None,),
+    "logits_processors": (None, []),
+    "logprobs": (None,),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (None,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+}
+
+
+@dataclass(frozen=True, init=False)
+class SamplingParams:
+    """How to sample from one prompt.
+
+    Attributes:
+        n: samples per prompt; the prompt is prefilled once.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens whose probabilities add up to this, in (0, 1].
+        top_k: keep this many tokens; 0 or -1 keeps all.
+        seed: fixes the random streams of this request; None takes the engine's.
+        stop: strings that end the answer; the string itself is not part of the text.
+        stop_token_ids: ids that end the answer, besides the model's end tokens.
+        ignore_eos: go on after the model's end tokens.
+        max_tokens: most tokens to generate; None is up to the model's length.
+        min_tokens: no end token before this many.
+
+    Raises:
+        OptionError: an option is out of range, unknown, or one we do not support.
+    """
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    max_tokens: int | None
+    min_tokens: int
+
+    def __init__(
+        self,
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        **foreign: Any,
+    ) -> None:
+        check_foreign_options(foreign, _OFF_VALUES, [f.name for f in fields(self)], "SamplingParams")
+        values = {
+            "n": check_integer("n", n, 1, 1024),
+            "temperature": _number("temperature", temperature, 0.0, None),
+            "top_p": _number("top_p", top_p, 0.0, 1.0, open_minimum=True),
+            "top_k": max(0, check_integer("top_k", top_k, -1)),
+            "seed": None if seed is None else check_integer("seed", seed, -(2**63), 2**63 - 1),
+            "stop": _stop_strings(stop),
+            "stop_token_ids": tuple(check_integer("stop_token_ids", i, 0) for i in stop_token_ids or ()),
+            "ignore_eos": _flag("ignore_eos", ignore_eos),
+            "max_tokens": None if max_tokens is None else check_integer("max_tokens", max_tokens, 1),
+            "min_tokens": check_integer("min_tokens", min_tokens, 0, max_tokens),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def _number(
+    name: str, value: Any, minimum: float, maximum: float | None, *, open_minimum: bool = False
+) -> float:
+    low = f"greater than {minimum:g}" if open_minimum else f"at least {minimum:g}"
+    allowed = f"a finite number {low}" + (f" and at most {maximum:g}" if maximum is not None else "")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise OptionError(f"{name} must be {allowed}, got {value!r}")
+    if value < minimum or (open_minimum and value == minimum) or (maximum is not None and value > maximum):
+        raise OptionError(f"{name} must be {allowed}, got {value!r}")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise OptionError(f"stop must be a non-empty string or a list of them, got {string!r}")
+    return strings

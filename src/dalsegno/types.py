@@ -1,0 +1,165 @@
+"""Values that more than one layer speaks: cache layer specs, the step plan, the step's result.
+
+No torch and no behaviour here. The scheduler writes a `StepPlan`, the worker executes it and answers with a
+`StepResult`; neither imports the other.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType, Protocol
+
+from dalsegno.sampling_params import SamplingParams
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockCopy",
+    "BlockHash",
+    "CachePart",
+    "Clock",
+    "GroupKind",
+    "LayerCacheSpec",
+    "SampleSpec",
+    "ScheduledRequest",
+    "StateExport",
+    "StateStep",
+    "StepPlan",
+    "StepResult",
+]
+
+BlockHash = NewType("BlockHash", bytes)
+"""32-byte chained digest; names the whole prefix that ends at its boundary."""
+
+NULL_BLOCK = 0
+"""Every group's reserved block: all zeros, never allocated, written, cached or freed."""
+
+
+class GroupKind(Enum):
+    """What the layers of a KV-cache group keep."""
+
+    ATTENTION = "attention"
+    WINDOW = "window"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """One tensor of a layer's cache.
+
+    `shape` is per token for attention and window layers (`[kv_heads, head_dim]`) and per state for state layers
+    (`[heads, key_dim, value_dim]`, `[channels, kernel - 1]`). `dtype` is a torch dtype's name, such as "float32".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCacheSpec:
+    """What one model layer keeps between steps; `window` (in tokens) is set for window layers only."""
+
+    layer: int
+    kind: GroupKind
+    parts: tuple[CachePart, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first `num_tokens` tokens of `source` to `target`, both blocks of group `group_id`."""
+
+    group_id: int
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateExport:
+    """Write the state after the request's first `num_tokens` tokens of this step into `block`."""
+
+    num_tokens: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """Where a request's state is read from and written to in one step.
+
+    `read_block` and `write_block` are the same block in steady state. They differ when the block that is read is
+    shared or published: such a block is read, never written. The null block reads as zeros.
+    """
+
+    read_block: int
+    write_block: int
+    exports: tuple[StateExport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Sample `len(sample_indices)` tokens from the logits of the request's last scheduled token.
+
+    Random streams are keyed by (seed, sample index, position), so neither batching nor preemption changes them.
+    `position` is the position the sampled token will have. `forbidden_token_ids` get probability zero (end tokens
+    before `min_tokens`).
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_indices: tuple[int, ...]
+    position: int
+    forbidden_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's part of a step: tokens `[start, start + len(token_ids))` of what it knows.
+
+    `block_tables[group_id]` maps logical block index to block id for paged groups (empty for the state group).
+    It is the manager's own list: read it during the step, never keep or change it. `state` is None in a model
+    without state layers.
+    """
+
+    request_id: str
+    token_ids: "array[int]"
+    start: int
+    block_tables: tuple[Sequence[int], ...]
+    state: StateStep | None
+    sample: SampleSpec | None
+
+    @property
+    def end(self) -> int:
+        """Tokens the request has computed once this step has returned."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything one worker step does, in this order: copies, forward with exports, sample."""
+
+    step_id: int
+    requests: tuple[ScheduledRequest, ...]
+    copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the forward computes."""
+        return sum(len(request.token_ids) for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the worker answers: sampled ids per request (one per asked sample), and the tokens it really computed."""
+
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+    num_computed: dict[str, int] = field(default_factory=dict)
+
+
+class Clock(Protocol):
+    """Time as the engine sees it; the fake clock of tests advances only when told."""
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary, fixed origin; never goes back."""
+        ...
