@@ -1,0 +1,39 @@
+"""Settings of every test run: sizes, hypothesis profiles, one torch thread, no network."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+LONG = os.environ.get("DALSEGNO_TEST_LONG", "") not in ("", "0")
+"""True under `make test-long`: the same tests at full size."""
+
+# Set before anything imports torch or transformers: a test never reaches for a network or for all cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Machines that run the tests differ in speed, so examples have no deadline; a hang is caught by faulthandler_timeout.
+_SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("dev", max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=_SLOW_OK)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.register_profile("long", settings.get_profile("dev"), max_examples=2000, stateful_step_count=100)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "long" if LONG else "ci"))
+
+
+@pytest.fixture(scope="session")
+def long() -> bool:
+    """Whether this run asks for full sizes (`make test-long`); tests choose their own numbers by it."""
+    return LONG
+
+
+@pytest.fixture(scope="session")
+def traces_folder() -> Path:
+    """The folder of recorded conversations named by DALSEGNO_TRACES; tests that need one skip without it."""
+    folder = os.environ.get("DALSEGNO_TRACES")
+    if not folder:
+        pytest.skip("DALSEGNO_TRACES is not set: tests on recorded conversations were not run")
+    path = Path(folder)
+    assert path.is_dir(), f"DALSEGNO_TRACES={folder} is not a folder"
+    return path
