@@ -1,0 +1,1 @@
+"""Chained hashes that name prefixes. No torch."""
