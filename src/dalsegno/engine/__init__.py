@@ -1,0 +1,1 @@
+"""One request end to end: the step loop, and the Python front end around it."""

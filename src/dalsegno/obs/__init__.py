@@ -1,0 +1,1 @@
+"""What is shown and counted: a leaf that any package may import."""

@@ -1,0 +1,1 @@
+"""Executes step plans on a model: device memory, forward, sampling."""
