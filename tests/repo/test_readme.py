@@ -21,7 +21,7 @@ def commands(page: str) -> list[list[str]]:
 @pytest.mark.slow
 def test_the_commands_and_the_example_run_as_printed(tmp_path: Path) -> None:
     for arguments in commands(README):
-        program = [sys.executable, "-m", "dalsegno", *arguments]
+        program = [str(Path(sys.executable).with_name("dalsegno")), *arguments]
         subprocess.run(program, cwd=tmp_path, check=True, capture_output=True, text=True)
     (example,) = code_blocks(README, "python")
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, capture_output=True, text=True)
