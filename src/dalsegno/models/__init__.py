@@ -1,1 +1,1 @@
-"""Model families, one file each, and reading Hugging Face checkpoints."""
+"""Model families on Hugging Face checkpoints: reading them, checking them, computing with them."""

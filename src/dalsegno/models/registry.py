@@ -1,0 +1,89 @@
+"""Which architectures can be served, and how a model folder becomes a model.
+
+A family is one module with `build(fields, dtype)`; adding one is that module and a line in `FAMILIES`.
+"""
+
+import importlib
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from dalsegno.errors import CheckpointError
+from dalsegno.models.base import CausalLM
+from dalsegno.models.checkpoint import open_weights, read_config
+from dalsegno.models.config_fields import ConfigFields
+from dalsegno.models.weights import check_weights, load_weights
+
+__all__ = ["FAMILIES", "build_model", "load_model", "read_dtype"]
+
+FAMILIES = {
+    "LlamaForCausalLM": "dalsegno.models.llama",
+    "Qwen3ForCausalLM": "dalsegno.models.qwen3",
+    "Qwen3NextForCausalLM": "dalsegno.models.qwen3_next",
+}
+"""Architecture, as config.json names it -> module of its family."""
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def build_model(config: dict[str, object], dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Build the model that a config.json describes, with empty parameters.
+
+    Raises:
+        CheckpointError: an architecture or a field that is not supported.
+    """
+    module = importlib.import_module(FAMILIES[_architecture(config)])
+    with torch.device(device):
+        model = cast(CausalLM, module.build(ConfigFields(config), dtype))
+    return model.eval()
+
+
+def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> CausalLM:
+    """Load a model folder.
+
+    The checkpoint is compared with the model before any memory is taken for parameters.
+
+    Args:
+        path: folder with config.json and safetensors files.
+        dtype: of parameters, activations and KV; tensors are converted.
+        device: where the model will run.
+
+    Raises:
+        CheckpointError: naming what is missing, extra, misshapen, corrupt or not supported, and what is.
+    """
+    config = read_config(path)
+    skeleton = build_model(config, dtype, "meta")
+    checkpoint = open_weights(path)
+    check_weights(
+        checkpoint,
+        skeleton.weight_targets(),
+        duplicates=skeleton.tied_tensors(),
+        ignored=skeleton.ignored_tensors,
+        owner=_architecture(config),
+    )
+    model = build_model(config, dtype, device)
+    load_weights(checkpoint, model.weight_targets(), duplicates=model.tied_tensors())
+    return model
+
+
+def read_dtype(path: Path) -> torch.dtype:
+    """Return the dtype a model folder's config.json names, float32 where it names none.
+
+    Raises:
+        CheckpointError: it names one that is not supported.
+    """
+    config = read_config(path)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        raise CheckpointError(f"{path / 'config.json'}: dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _architecture(config: dict[str, object]) -> str:
+    given = config.get("architectures")
+    names = given if isinstance(given, list) else []
+    for name in names:
+        if name in FAMILIES:
+            return str(name)
+    raise CheckpointError(f"architecture {names or given!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
