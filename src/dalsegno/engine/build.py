@@ -1,0 +1,150 @@
+"""From a model folder and options to a running engine: the one place where all parts meet.
+
+Everything that loads torch is imported inside the functions, so that importing the API costs nothing.
+"""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from dalsegno.engine.core import EngineCore
+from dalsegno.engine.front_end import FrontEnd
+from dalsegno.engine.inputs import PromptParser
+from dalsegno.engine.options import EngineOptions
+from dalsegno.engine.sampling_defaults import sampling_defaults
+from dalsegno.engine.tokenizer import Tokenizer, load_tokenizer
+from dalsegno.errors import OptionError
+from dalsegno.kv.layout import MemoryLayout, plan_layout
+from dalsegno.models.checkpoint import read_end_token_ids, read_generation_config, resolve_model_path
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Engine", "MonotonicClock", "build_engine"]
+
+_log = logging.getLogger(__name__)
+_MAX_CPU_CACHE_BYTES = 4 * 2**30
+
+
+class MonotonicClock:
+    """The machine's clock."""
+
+    def now(self) -> float:
+        """Return seconds since some fixed moment; never goes back."""
+        return time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The parts of a running engine that its front end uses."""
+
+    core: EngineCore
+    front_end: FrontEnd
+    parser: PromptParser
+    tokenizer: Tokenizer | None
+    layout: MemoryLayout
+    sampling_defaults: dict[str, object]
+
+
+def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engine:
+    """Load a model and start an engine on it.
+
+    Raises:
+        CheckpointError: the model folder, or its tokenizer, cannot be served as it is.
+        OptionError: an option does not fit the model or the machine.
+    """
+    path = resolve_model_path(model)
+    # What is cheap to check comes before the weights.
+    tokenizer = None if options.skip_tokenizer_init else load_tokenizer(options.tokenizer or path)
+    end_token_ids = read_end_token_ids(path)
+    defaults = sampling_defaults(read_generation_config(path))
+    device = _device(options.device)
+    if options.threads is not None:
+        _set_threads(options.threads)
+
+    from dalsegno.models.registry import load_model
+    from dalsegno.worker.model_worker import ModelWorker
+
+    network = load_model(path, _dtype(options, path, device), device)
+    scheduler_config = options.scheduler_config(network.max_model_len)
+    cache_config = options.cache_config()
+    memory_bytes = options.kv_cache_memory_bytes or _default_memory_bytes(device)
+    layout = plan_layout(network.cache_specs(), cache_config, memory_bytes=memory_bytes)
+    clock = MonotonicClock()
+    core = EngineCore(ModelWorker(network, layout, device), clock, layout, cache_config, scheduler_config)
+    if tokenizer is not None and tokenizer.end_token_id is not None:
+        end_token_ids |= {tokenizer.end_token_id}
+    return Engine(
+        core=core,
+        front_end=FrontEnd(
+            core,
+            clock,
+            tokenizer,
+            vocab_size=network.vocab_size,
+            end_token_ids=end_token_ids,
+            max_model_len=scheduler_config.max_model_len,
+            seed=options.seed,
+        ),
+        parser=PromptParser(
+            None if tokenizer is None else tokenizer.encode, network.vocab_size, scheduler_config.max_model_len
+        ),
+        tokenizer=tokenizer,
+        layout=layout,
+        sampling_defaults=defaults,
+    )
+
+
+def _device(asked: str) -> "torch.device":
+    import torch
+
+    available = torch.cuda.is_available()
+    if asked == "auto":
+        return torch.device("cuda" if available else "cpu")
+    device = torch.device(asked)
+    if device.type == "cuda" and (not available or (device.index or 0) >= torch.cuda.device_count()):
+        count = torch.cuda.device_count() if available else 0
+        raise OptionError(f"device={asked!r} is not there: torch sees {count} CUDA devices; use 'cpu' or 'auto'")
+    return device
+
+
+def _dtype(options: EngineOptions, path: Path, device: "torch.device") -> "torch.dtype":
+    import torch
+
+    from dalsegno.models.registry import read_dtype
+
+    if options.dtype_name != "auto":
+        dtype = getattr(torch, options.dtype_name)
+        assert isinstance(dtype, torch.dtype), "an option's dtype is a name of torch"
+        return dtype
+    return torch.float32 if device.type == "cpu" else read_dtype(path)
+
+
+def _set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _default_memory_bytes(device: "torch.device") -> int:
+    """A quarter of the free memory; at most 4 GiB on a CPU, whose memory others use too."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 4
+    return min(_free_bytes() // 4, _MAX_CPU_CACHE_BYTES)
+
+
+def _free_bytes() -> int:
+    """Free memory of the machine, or of the container where that has less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
+    return max(0, min(free, limit - used))

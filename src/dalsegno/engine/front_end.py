@@ -1,0 +1,229 @@
+"""Between callers and the engine core: checked prompts go in, results with text come out.
+
+One `Answer` follows one prompt, whoever waits for it; a step advances all of them. Stop strings are found here, since
+only here there is text. Used from one thread, the engine's.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from dalsegno.engine.core import EngineCore, RequestUpdate
+from dalsegno.engine.detokenizer import Detokenizer, TextDecoder
+from dalsegno.engine.inputs import Prompt
+from dalsegno.engine.interrupts import uninterrupted
+from dalsegno.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from dalsegno.errors import RequestError
+from dalsegno.request import FinishReason, Request
+from dalsegno.sampling_params import SamplingParams
+from dalsegno.types import Clock
+
+__all__ = ["Answer", "FrontEnd"]
+
+
+class _Sample:
+    """One sample of an answer: its request, and the text of what it has sampled."""
+
+    def __init__(self, request: Request, tokenizer: TextDecoder | None) -> None:
+        params = request.params
+        self.request = request
+        self.detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens)
+        self.finished = False
+
+    def take(self, update: RequestUpdate) -> bool:
+        """Take new tokens; return whether a stop string was found in a request that the core has not ended."""
+        request = self.request
+        token_ids = update.new_token_ids
+        by_token = request.finish_reason is FinishReason.STOP and not isinstance(request.stop_reason, str)
+        if update.finished and by_token:
+            token_ids = token_ids[:-1]
+        found = self.detokenizer.push(token_ids)
+        if not update.finished:
+            return found
+        self.detokenizer.finish()
+        self.finished = True
+        return False
+
+    def output(self) -> CompletionOutput:
+        request = self.request
+        reason = request.finish_reason.value if self.finished and request.finish_reason else None
+        stop_reason = request.stop_reason
+        # A stop string may be complete with the very token that ended the request for another reason.
+        if reason in ("stop", "length") and self.detokenizer.stop_string is not None:
+            reason, stop_reason = "stop", self.detokenizer.stop_string
+        return CompletionOutput(
+            index=request.sample_index,
+            text=self.detokenizer.text,
+            token_ids=request.output_token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason if reason else None,
+            error=request.error if reason == "error" else None,
+        )
+
+
+class Answer:
+    """What has come of one prompt so far."""
+
+    def __init__(self, prompt: Prompt, requests: Sequence[Request], tokenizer: TextDecoder | None) -> None:
+        self._prompt = prompt
+        self._prompt_token_ids = prompt.token_ids.tolist()
+        self.samples = [_Sample(request, tokenizer) for request in requests]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.finished for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, all samples."""
+        return sum(sample.request.num_output_tokens for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        """Return the result as far as it is."""
+        requests = [sample.request for sample in self.samples]
+        first = requests[0]
+        ends = [request.finish_time for request in requests if request.finish_time is not None]
+        return RequestOutput(
+            request_id=first.request_id,
+            prompt=self._prompt.text,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[sample.output() for sample in self.samples],
+            num_cached_tokens=first.num_cached_tokens,
+            hit_report=first.hit_report,
+            metrics=RequestMetrics(
+                arrival_time=first.arrival_time,
+                first_token_time=first.first_token_time,
+                finish_time=max(ends) if self.finished and ends else None,
+                num_prefilled_tokens=sum(request.num_prefilled_tokens for request in requests),
+                num_preemptions=sum(request.num_preemptions for request in requests),
+            ),
+            finished=self.finished,
+        )
+
+
+class FrontEnd:
+    """Queues prompts, advances the engine and keeps the answers up to date.
+
+    Args:
+        core: the engine.
+        clock: of the engine, for arrival times.
+        tokenizer: None gives answers without text and refuses stop strings.
+        vocab_size: ids are below this.
+        end_token_ids: ids that end an answer unless `ignore_eos`.
+        max_model_len: prompt and answer together are at most this long.
+        seed: what the random streams of requests without a seed are derived from.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        clock: Clock,
+        tokenizer: TextDecoder | None,
+        *,
+        vocab_size: int,
+        end_token_ids: Iterable[int],
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        # A model may name end tokens its embedding has no row for: they are never sampled.
+        self._end_token_ids = frozenset(token_id for token_id in end_token_ids if token_id < vocab_size)
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._num_submitted = 0
+        self._samples: dict[str, _Sample] = {}
+
+    def check(self, params: SamplingParams, where: str = "sampling_params") -> None:
+        """Raise `RequestError` if this engine cannot sample as asked."""
+        if params.stop and self._tokenizer is None:
+            raise RequestError(f"{where}: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(
+                    f"{where}: stop_token_ids must be below the vocabulary's size of {self._vocab_size}, got {token_id}"
+                )
+
+    def submit(self, batch: Sequence[tuple[Prompt, SamplingParams]]) -> list[Answer]:
+        """Queue checked prompts; either all of them are queued or none.
+
+        Raises:
+            RequestError: one of them can never be served; the others are taken back.
+        """
+        answers: list[Answer] = []
+        try:
+            for prompt, params in batch:
+                answers.append(self._submit_one(prompt, params))
+        except BaseException:
+            self.abort(answers)
+            raise
+        return answers
+
+    def step(self) -> None:
+        """Advance the engine by one step and the answers with it; a Ctrl-C is raised after the step."""
+        with uninterrupted():
+            for update in self._core.step():
+                self._take(update)
+
+    def abort(self, answers: Iterable[Answer]) -> None:
+        """End answers that nobody waits for; returns when the engine holds nothing of them."""
+        aborted = False
+        for answer in answers:
+            for sample in answer.samples:
+                if self._samples.pop(sample.request.request_id, None) is not None:
+                    self._core.abort(sample.request.request_id)
+                    aborted = True
+        if aborted:
+            self.step()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request is queued or running, whoever waits for it."""
+        return self._core.has_unfinished_requests
+
+    def _submit_one(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        number = self._num_submitted
+        self._num_submitted += 1
+        requests = [self._request(prompt, params, number, index) for index in range(params.n)]
+        requests[0].siblings = requests[1:]
+        self._core.add_request(requests[0])
+        answer = Answer(prompt, requests, self._tokenizer)
+        self._samples |= {sample.request.request_id: sample for sample in answer.samples}
+        return answer
+
+    def _request(self, prompt: Prompt, params: SamplingParams, number: int, index: int) -> Request:
+        room = self._max_model_len - len(prompt.token_ids)
+        return Request(
+            request_id=f"{number}" if index == 0 else f"{number}.{index}",
+            token_ids=array("I", prompt.token_ids),
+            params=params,
+            arrival_time=self._clock.now(),
+            cache_salt=prompt.cache_salt,
+            priority=prompt.priority,
+            checkpoint_at=prompt.checkpoint_at,
+            end_token_ids=self._end_token_ids,
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            seed=_request_seed(self._seed, number) if params.seed is None else params.seed,
+            sample_index=index,
+        )
+
+    def _take(self, update: RequestUpdate) -> None:
+        request_id = update.request.request_id
+        sample = self._samples.get(request_id)
+        if sample is None:
+            return
+        if sample.take(update):
+            stop_string = sample.detokenizer.stop_string
+            assert stop_string is not None, "a found stop string has a value"
+            self._core.stop(request_id, stop_string)
+        if sample.finished:
+            del self._samples[request_id]
+
+
+def _request_seed(engine_seed: int, number: int) -> int:
+    """Seed of a request that set none: differs between requests, and is the same whenever the engine is run again."""
+    digest = hashlib.sha256(f"dalsegno request {engine_seed} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
