@@ -4,10 +4,11 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto, unique
 
+from dalsegno.hit_report import HitReport
 from dalsegno.sampling_params import SamplingParams
 from dalsegno.types import BlockHash
 
-__all__ = ["FinishReason", "Request", "RequestStatus"]
+__all__ = ["FinishReason", "Request", "RequestStatus", "RequestUpdate"]
 
 
 @unique
@@ -40,12 +41,15 @@ class Request:
     Attributes:
         root_hash: hash of zero tokens in this request's key domain (salt, adapter).
         checkpoint_at: token counts the caller wants a state kept at.
+        order: (priority, arrival number), smaller first; set by the scheduler.
         seed: key of the random streams.
         sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
         siblings: on sample 0, the other samples, which start from its prefill.
         num_cached_tokens: prompt tokens not computed at first admission; None before it.
+        hit_report: the hit of the first admission.
+        prefill_target: tokens known at the last admission; computing up to there is prefill.
         num_states_kept: boundary states published for this request.
-        num_prefilled_tokens: prompt (and, after a preemption, answer) tokens computed in prefill, as the worker counted.
+        num_prefilled_tokens: tokens computed in prefill as the worker counted, after preemptions too.
     """
 
     request_id: str
@@ -71,11 +75,13 @@ class Request:
     error: str | None = None
 
     num_cached_tokens: int | None = None
+    hit_report: HitReport = field(default_factory=HitReport)
+    prefill_target: int = 0
     num_states_kept: int = 0
     num_prefilled_tokens: int = 0
     num_preemptions: int = 0
     num_wait_steps: int = 0
-    first_scheduled_time: float | None = None
+    order: tuple[int, int] = (0, 0)
     first_token_time: float | None = None
     finish_time: float | None = None
 
@@ -101,3 +107,12 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The sampled tokens, oldest first."""
         return self.token_ids[self.num_prompt_tokens :].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a step did for one request; a finished one carries its finish reason, stop reason and error itself."""
+
+    request: Request
+    new_token_ids: list[int]
+    finished: bool

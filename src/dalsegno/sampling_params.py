@@ -95,9 +95,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
 
-def _number(
-    name: str, value: Any, minimum: float, maximum: float | None, *, open_minimum: bool = False
-) -> float:
+def _number(name: str, value: Any, minimum: float, maximum: float | None, *, open_minimum: bool = False) -> float:
     low = f"greater than {minimum:g}" if open_minimum else f"at least {minimum:g}"
     allowed = f"a finite number {low}" + (f" and at most {maximum:g}" if maximum is not None else "")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Which boundaries of a prompt are worth a boundary state. Pure policy: the same inputs give the same plan everywhere."""
+"""Which boundaries of a prompt are worth a boundary state. Pure policy: equal inputs give equal plans."""
 
 from collections.abc import Iterable, Sequence
 

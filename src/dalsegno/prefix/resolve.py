@@ -8,6 +8,7 @@ What "vouches for" means, per kind of group:
 * state: a copy was kept at exactly this boundary. A longer kept state never implies a shorter one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,7 +43,7 @@ class LookupGroup(Protocol):
 
     @property
     def prefix(self) -> str:
-        """ "fine", "block" (hits at multiples of the block size only) or "none" (no part in lookup)."""
+        """One of "fine", "block" (hits at multiples of the block size only), "none" (no part in lookup)."""
         ...
 
 
@@ -80,7 +81,7 @@ def resolve(groups: Sequence[LookupGroup], hash_block_size: int, limit: int, con
     step = hash_block_size
     for group in groups:
         if group.prefix == "block":
-            step = max(step, group.block_size)
+            step = math.lcm(step, group.block_size)
     limit = max(0, limit - limit % step)
     taking_part = [(i, group) for i, group in enumerate(groups) if group.prefix != "none"]
     own = {group.name: _longest(i, group, step, limit, contains) for i, group in taking_part}

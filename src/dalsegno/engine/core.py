@@ -1,0 +1,171 @@
+"""The engine core: poll, schedule, execute, commit, emit. One step is in flight; no torch here."""
+
+import logging
+
+from dalsegno.config import CacheConfig, SchedulerConfig
+from dalsegno.errors import EngineError, OptionError, RequestError
+from dalsegno.kv.layout import MemoryLayout
+from dalsegno.kv.manager import KVCacheManager
+from dalsegno.kv.verify import census
+from dalsegno.request import FinishReason, Request, RequestUpdate
+from dalsegno.sched.scheduler import Scheduler
+from dalsegno.types import Clock
+from dalsegno.worker.interface import Worker
+
+__all__ = ["EngineCore", "RequestUpdate"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Requests in, tokens out. All methods are called on one thread, the engine thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        clock: Clock,
+        layout: MemoryLayout,
+        cache_config: CacheConfig,
+        scheduler_config: SchedulerConfig,
+        *,
+        debug: bool = False,
+    ) -> None:
+        """Serve requests on `worker`, which the core owns from now on.
+
+        Args:
+            worker: executes the step plans; closed by `close`.
+            clock: stamps requests.
+            layout: how the worker's memory is cut.
+            cache_config: see `CacheConfig`.
+            scheduler_config: see `SchedulerConfig`.
+            debug: poison freed blocks with NaN, and check every count after every step.
+
+        Raises:
+            OptionError: a request of `max_model_len` tokens does not fit the memory.
+        """
+        self.worker = worker
+        self.clock = clock
+        self.layout = layout
+        self.manager = KVCacheManager(layout, cache_config, max_step_tokens=scheduler_config.max_num_batched_tokens)
+        self.scheduler = Scheduler(self.manager, scheduler_config)
+        self._debug = debug
+        self._aborts: list[str] = []
+        self._stops: list[tuple[str, str]] = []
+        self._num_idle_steps = 0
+        if debug:
+            self.manager.pool.on_fill = worker.poison
+        needed = self.manager.slabs_alone(scheduler_config.max_model_len)
+        if needed > layout.num_slabs - 1:
+            raise OptionError(
+                f"max_model_len={scheduler_config.max_model_len} needs {needed + 1} slabs of {layout.slab_bytes} bytes "
+                f"with the null slab, the memory holds {layout.num_slabs}: lower max_model_len or set "
+                f"kv_cache_memory_bytes to at least {(needed + 1) * layout.slab_bytes}"
+            )
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` still has something to do."""
+        return self.scheduler.has_unfinished
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; its siblings come with it.
+
+        Raises:
+            RequestError: it can never be served, whatever else runs.
+        """
+        longest = self.scheduler.config.max_model_len
+        if not request.num_tokens:
+            raise RequestError(f"request {request.request_id}: the prompt is empty; at least one token is needed")
+        if request.num_tokens >= longest:
+            raise RequestError(
+                f"request {request.request_id}: the prompt has {request.num_tokens} tokens; at most {longest - 1} are "
+                f"allowed with max_model_len={longest}"
+            )
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next poll; unknown ids are ignored."""
+        self._aborts.append(request_id)
+
+    def stop(self, request_id: str, stop_reason: str) -> None:
+        """Finish a request at the next poll because its text holds a stop string."""
+        self._stops.append((request_id, stop_reason))
+
+    def step(self) -> list[RequestUpdate]:
+        """Run one step and return what it did, in no particular order.
+
+        Raises:
+            EngineError: a broken invariant; the engine is of no more use.
+        """
+        updates = self._poll()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            self._check_stall()
+        else:
+            self._num_idle_steps = 0
+            try:
+                result = self.worker.execute(plan)
+            except Exception as error:
+                logger.exception("step %d of %d requests raised", plan.step_id, len(plan.requests))
+                updates += self.scheduler.fail(plan, error, self.clock.now())
+            except BaseException:
+                self.scheduler.fail(plan, None, self.clock.now())
+                raise
+            else:
+                updates += self.scheduler.commit(plan, result, self.clock.now())
+        if self._debug:
+            self.verify()
+        return updates
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing changed, while requests run."""
+        return self.manager.reset_prefix_cache()
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the start, and what is in use at this moment."""
+        counters = self.scheduler.counters + self.manager.counters
+        return {
+            **dict(sorted(counters.items())),
+            **self.manager.pool.counts(),
+            "num_evicted_blocks": self.manager.pool.num_evicted,
+            "num_cached_blocks": len(self.manager.index),
+            "num_requests_running": len(self.scheduler.running),
+            "num_requests_waiting": len(self.scheduler.waiting),
+            "kv_cache_usage_perc": self.manager.usage(),
+        }
+
+    def verify(self) -> None:
+        """Recompute every count from first principles, and when idle check that nothing is held.
+
+        Raises:
+            AssertionError: naming the first difference.
+        """
+        if self.has_unfinished_requests:
+            self.manager.verify()
+        else:
+            census(self.manager)
+
+    def close(self) -> None:
+        """Drop all requests and close the worker."""
+        for request in list(self.scheduler.requests()):
+            self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
+        self.worker.close()
+
+    def _poll(self) -> list[RequestUpdate]:
+        updates: list[RequestUpdate] = []
+        for request_id, stop_reason in self._stops:
+            updates += self.scheduler.finish(request_id, FinishReason.STOP, self.clock.now(), stop_reason)
+        for request_id in self._aborts:
+            updates += self.scheduler.finish(request_id, FinishReason.ABORT, self.clock.now())
+        self._stops.clear()
+        self._aborts.clear()
+        return updates
+
+    def _check_stall(self) -> None:
+        """A step may find nothing to run right after a preemption, never twice in a row."""
+        self._num_idle_steps += 1
+        if self.has_unfinished_requests and self._num_idle_steps > 2:
+            waiting = [request.request_id for request in self.scheduler.waiting]
+            raise EngineError(f"nothing can run although requests {waiting[:8]} wait: {self.stats()}")
+        if not self.has_unfinished_requests:
+            self._num_idle_steps = 0

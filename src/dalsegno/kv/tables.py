@@ -1,0 +1,94 @@
+"""What one admitted request holds: block tables, its state blocks, and what its next step reads besides them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dalsegno.types import NULL_BLOCK, BlockCopy, BlockHash, StateExport
+
+__all__ = ["ComputedBlocks", "RequestBlocks", "StateBlocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedBlocks:
+    """A hit, as blocks. Holds no reference: it is valid until the next call that allocates or frees.
+
+    Attributes:
+        boundary: tokens that are there.
+        tables: per group the blocks that cover them, the null block where a window group needs none; empty for state.
+        state_block: the boundary state, or the null block.
+        root, hashes: the chain the hit was found on.
+        boundary_by_group: the longest boundary of each group alone.
+    """
+
+    boundary: int
+    tables: tuple[tuple[int, ...], ...]
+    state_block: int
+    root: BlockHash
+    hashes: Sequence[BlockHash]
+    boundary_by_group: dict[str, int]
+
+
+@dataclass(slots=True)
+class StateBlocks:
+    """A request's state blocks; every block named here carries one reference of the request.
+
+    Attributes:
+        current: holds the state after all computed tokens; the null block after none. It is written in place only
+            while it is *private*: unpublished and referenced by nobody else.
+        write: where the step in flight writes the new state; None before it is decided.
+        keeps_current: the step in flight leaves `current` whole, as an answer state.
+        kept: the last answer state, (boundary, block), private until the request ends.
+        exports: (boundary, block) the step in flight writes boundary states to.
+    """
+
+    current: int = NULL_BLOCK
+    write: int | None = None
+    kept: tuple[int, int] | None = None
+    keeps_current: bool = False
+    exports: list[tuple[int, int]] = field(default_factory=list)
+
+    def step_exports(self, start: int) -> tuple[StateExport, ...]:
+        """The exports of a step that begins at token `start`."""
+        return tuple(StateExport(boundary - start, block) for boundary, block in self.exports)
+
+    def held(self) -> list[int]:
+        """All blocks the request holds a reference on, the null block excluded."""
+        blocks = [self.current] if self.current else []
+        if self.write is not None and self.write != self.current and (self.kept is None or self.write != self.kept[1]):
+            blocks.append(self.write)
+        if self.kept is not None:
+            blocks.append(self.kept[1])
+        return blocks + [block for _, block in self.exports]
+
+
+@dataclass(slots=True)
+class RequestBlocks:
+    """Everything an admitted request holds.
+
+    Token ranges, with c = computed tokens:
+
+        [0, published)   boundaries the index was told of (multiples of H)
+        [published, c)   written, less than one unit or not worth a hash (caching off)
+        [c, end of table) allocated for the step in flight
+
+    Attributes:
+        tables: per group, logical block index to block id; empty for the state group. Each block carries one reference.
+        state: the state blocks, None in a model without state group.
+        planned: boundaries this admission wants a state kept at, rising; those passed are removed at commit.
+        resumed: boundary this admission resumed from; its state is worth as much as the chain that goes on from it.
+        published: see above.
+        copies: copies the next step starts with; each carries a reference on its source.
+        window_released: per group, table entries given back because they left the window.
+        handed_off: tokens whose full blocks were handed to the connector.
+        hand_offs: (group, block, boundary), each with a reference, not yet taken by the connector.
+    """
+
+    tables: list[list[int]]
+    state: StateBlocks | None
+    planned: list[int]
+    resumed: int = 0
+    published: int = 0
+    copies: list[BlockCopy] = field(default_factory=list)
+    window_released: list[int] = field(default_factory=list)
+    handed_off: int = 0
+    hand_offs: list[tuple[int, int, int]] = field(default_factory=list)

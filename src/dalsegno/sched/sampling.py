@@ -1,0 +1,34 @@
+"""What a request asks of the sampler, and what a sampled token means for it. Pure functions."""
+
+from dalsegno.request import FinishReason, Request
+from dalsegno.types import SampleSpec
+
+__all__ = ["finish_of", "sample_spec"]
+
+
+def sample_spec(request: Request) -> SampleSpec:
+    """Ask for the request's next token, and for its siblings' first ones while they wait for its prefill."""
+    params = request.params
+    forbidden: frozenset[int] = frozenset()
+    if request.num_output_tokens < params.min_tokens:
+        forbidden = request.end_token_ids.union(params.stop_token_ids)
+    return SampleSpec(
+        params=params,
+        seed=request.seed,
+        sample_indices=(request.sample_index, *(sibling.sample_index for sibling in request.siblings)),
+        position=request.num_tokens,
+        forbidden_token_ids=tuple(sorted(forbidden)),
+    )
+
+
+def finish_of(request: Request, token: int, max_model_len: int) -> tuple[FinishReason | None, int | str | None]:
+    """Whether `token`, just appended, ends the request: (reason, stop reason), both None if it goes on."""
+    params = request.params
+    if request.num_output_tokens >= params.min_tokens:
+        if token in params.stop_token_ids:
+            return FinishReason.STOP, token
+        if token in request.end_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+    if request.num_output_tokens >= request.max_tokens or request.num_tokens >= max_model_len:
+        return FinishReason.LENGTH, None
+    return None, None

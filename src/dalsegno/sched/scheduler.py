@@ -1,0 +1,332 @@
+"""The scheduler: who runs in the next step, with how many tokens, and what the step's result means.
+
+Continuous batching with chunked prefill under a token budget. Prefill and decode are no two code paths: a request with
+one uncomputed token decodes. Nothing waiting holds a block. A plan is either committed or failed before the next is
+made, so at most one step is in flight.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+
+from dalsegno.config import SchedulerConfig
+from dalsegno.hit_report import HitReport, LostReason
+from dalsegno.kv.manager import KVCacheManager
+from dalsegno.kv.tables import ComputedBlocks
+from dalsegno.request import FinishReason, Request, RequestStatus, RequestUpdate
+from dalsegno.sched.prefix_wait import PlannedBoundaries
+from dalsegno.sched.sampling import finish_of, sample_spec
+from dalsegno.types import ScheduledRequest, StepPlan, StepResult
+
+__all__ = ["Scheduler"]
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+class Scheduler:
+    """Waiting and running requests. Owns no block: those are the manager's. Used on the engine thread only."""
+
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
+        """Schedule on the blocks of `manager`."""
+        self.manager = manager
+        self.config = config
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.counters: Counter[str] = Counter()
+        self._unit = manager.unit
+        self._num_added = 0
+        self._step_id = 0
+        # Requests of a step that raised, with the tokens they had reached: each runs alone until it is past them.
+        self._suspects: dict[str, int] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits alone."""
+        self._num_added += 1
+        request.order = (request.priority if self.config.policy == "priority" else 0, self._num_added)
+        for sibling in request.siblings:
+            sibling.order = request.order
+        self.manager.start_request(request)
+        insort(self.waiting, request, key=_order)
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, or None when nothing can run.
+
+        Needs of running requests first (preempting the last ones while there is no room), then what they want of the
+        state, then admissions, then exports: a wish is granted only from what no need of this step asks for.
+        """
+        scheduled: dict[Request, int] = {}
+        solo = self._next_suspect()
+        budget, preempted = self._schedule_running(scheduled, self.config.max_num_batched_tokens, solo)
+        for request in scheduled:
+            self.manager.grant_write(request)
+        if not preempted:
+            self._admit_waiting(scheduled, budget, solo)
+        for request, num_tokens in scheduled.items():
+            self.manager.grant_exports(request, num_tokens)
+        if not scheduled:
+            return None
+        self._step_id += 1
+        requests = tuple(self._planned(request, num_tokens) for request, num_tokens in scheduled.items())
+        return StepPlan(self._step_id, requests, self.manager.take_copies())
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
+        """The worker has returned: advance, publish, append tokens, finish."""
+        self.manager.end_copies()
+        running = {request.request_id: request for request in self.running}
+        updates: list[RequestUpdate] = []
+        for part in plan.requests:
+            request = running[part.request_id]
+            if part.start < request.prefill_target:
+                request.num_prefilled_tokens += result.num_computed[part.request_id]
+                self.counters["num_prefilled_tokens"] += result.num_computed[part.request_id]
+            self.manager.commit(request, len(part.token_ids))
+            if part.sample is not None:
+                updates += self._append(request, result.sampled[part.request_id], now)
+            if request.num_computed_tokens >= self._suspects.get(request.request_id, request.num_computed_tokens + 1):
+                del self._suspects[request.request_id]
+        return updates
+
+    def fail(self, plan: StepPlan, error: Exception | None, now: float) -> list[RequestUpdate]:
+        """The step raised: nothing of it counts. Its requests are retried one by one; one that raises again ends.
+
+        `error` None (an interrupt) sends the requests back to the queue without suspicion.
+        """
+        touched = {part.request_id for part in plan.requests}
+        touched |= {request_id for request_id, _ in self.manager.copies_in_flight}
+        reached = {part.request_id: part.end for part in plan.requests}
+        self.manager.end_copies()
+        updates: list[RequestUpdate] = []
+        for request in [request for request in self.running if request.request_id in touched]:
+            guilty = error is not None and request.request_id in self._suspects
+            self._release(request)
+            if guilty:
+                request.error = f"{type(error).__name__}: {error}"
+                updates += self._end(request, FinishReason.ERROR, now)
+            else:
+                self._requeue(request)
+                if error is not None:
+                    self._suspects[request.request_id] = reached.get(request.request_id, 0)
+        self.counters["num_failed_steps"] += 1
+        return updates
+
+    def finish(
+        self, request_id: str, reason: FinishReason, now: float, stop_reason: int | str | None = None
+    ) -> list[RequestUpdate]:
+        """End a request between two steps; unknown ids are ignored."""
+        for request in self.running:
+            if request.request_id == request_id:
+                request.stop_reason = stop_reason
+                self._let_go(request)
+                return self._end(request, reason, now)
+        for request in self.waiting:
+            if request.request_id == request_id:
+                request.stop_reason = stop_reason
+                self.waiting.remove(request)
+                return self._end(request, reason, now)
+        return []
+
+    # Planning.
+
+    def _schedule_running(self, scheduled: dict[Request, int], budget: int, solo: str | None) -> tuple[int, bool]:
+        """Give running requests what their next tokens need; returns the budget left and whether one was preempted."""
+        preempted = False
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.status is not RequestStatus.RUNNING or (solo is not None and request.request_id != solo):
+                continue
+            num_tokens = self._chunk(request, request.num_computed_tokens, budget)
+            while self.manager.allocate_slots(request, num_tokens) is None:
+                # The last in order goes first, so no victim has been scheduled in this step yet.
+                victim = self.running[-1] if solo is None else self._solo_victim(request)
+                preempted = True
+                self._preempt(victim)
+                if victim is request:
+                    break
+            else:
+                scheduled[request] = num_tokens
+                budget -= num_tokens
+        return budget, preempted
+
+    def _solo_victim(self, request: Request) -> Request:
+        return next((other for other in reversed(self.running) if other is not request), request)
+
+    def _admit_waiting(self, scheduled: dict[Request, int], budget: int, solo: str | None) -> None:
+        planned = PlannedBoundaries(self._unit)
+        for request in self.running:
+            planned.add(request, self.manager.planned_boundaries(request))
+        for request in list(self.waiting):
+            if budget == 0 or (len(self.running) >= self.config.max_num_seqs and solo is None):
+                break
+            if solo is not None and request.request_id != solo:
+                continue
+            computed, boundary, report = self.manager.get_computed_blocks(request)
+            if solo is None and self._waits(request, boundary, planned):
+                continue
+            num_tokens = self._admit(request, computed, report, budget, solo)
+            if num_tokens is None:
+                break
+            planned.add(request, self.manager.planned_boundaries(request))
+            scheduled[request] = num_tokens
+            budget -= num_tokens
+
+    def _waits(self, request: Request, hit: int, planned: PlannedBoundaries) -> bool:
+        if request.num_wait_steps >= self.config.prefix_wait_steps:
+            return False
+        waits = planned.longer_than(hit, request.block_hashes, request.num_tokens)
+        if waits:
+            request.num_wait_steps += 1
+            self.counters["num_prefix_wait_steps"] += 1
+        return waits
+
+    def _admit(
+        self, request: Request, computed: ComputedBlocks, report: HitReport, budget: int, solo: str | None
+    ) -> int | None:
+        """Admit a request and return its first chunk, or None when there is no room.
+
+        While others run, room for the known tokens must be left. A request that would run alone must have room for all
+        it can ever need, with a shorter hit if the full one is in the way: then it cannot fail later.
+        """
+        while True:
+            alone = not self.running
+            num_tokens = self._chunk(request, computed.boundary, budget)
+            room = self._most_tokens(request) if alone else request.num_tokens
+            if self.manager.allocate_slots(request, num_tokens, computed, room_for_tokens=room) is not None:
+                break
+            if alone and computed.boundary:
+                computed = self.manager.truncate_computed_blocks(computed, computed.boundary - self._unit)
+            elif solo is not None and self.running:
+                self._preempt(self.running[-1])
+            else:
+                return None
+        self._note_admission(request, computed.boundary, report)
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_order)
+        return num_tokens
+
+    def _note_admission(self, request: Request, boundary: int, report: HitReport) -> None:
+        if request.num_cached_tokens is not None:
+            self.counters["num_recovered_tokens"] += boundary
+            return
+        report.shorten(boundary, LostReason.NO_ROOM)
+        request.hit_report = report
+        request.num_cached_tokens = boundary
+        self.counters["prompt_tokens"] += request.num_prompt_tokens
+        if self.manager.config.enable_prefix_caching:
+            self.counters["prefix_cache_queries"] += request.num_prompt_tokens
+            self.counters["prefix_cache_hits"] += boundary
+        for reason, tokens in report.lost.items():
+            self.counters[f"prefix_cache_lost_tokens_{reason}"] += tokens
+
+    def _chunk(self, request: Request, start: int, budget: int) -> int:
+        """Tokens of the next step; a chunk that is not the last ends at a multiple of H when the budget allows."""
+        left = request.num_tokens - start
+        if left <= budget:
+            return left
+        aligned = (start + budget) // self._unit * self._unit - start
+        return aligned if aligned > 0 else budget
+
+    def _most_tokens(self, request: Request) -> int:
+        return min(request.max_total_tokens, self.config.max_model_len)
+
+    def _planned(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        return ScheduledRequest(
+            request_id=request.request_id,
+            token_ids=request.token_ids[start:end],
+            start=start,
+            block_tables=self.manager.block_tables(request),
+            state=self.manager.state_step(request),
+            sample=sample_spec(request) if end == request.num_tokens else None,
+        )
+
+    def _next_suspect(self) -> str | None:
+        if not self._suspects:
+            return None
+        by_order = sorted([*self.running, *self.waiting], key=_order)
+        return next(request.request_id for request in by_order if request.request_id in self._suspects)
+
+    # Ending and going back.
+
+    def _append(self, request: Request, tokens: list[int], now: float) -> list[RequestUpdate]:
+        """Append sampled tokens, one per sample; the first time, start the other samples of the prompt."""
+        siblings, request.siblings = request.siblings, []
+        updates = []
+        for sample, token in zip([*siblings, request], [*tokens[1:], tokens[0]], strict=True):
+            sample.token_ids.append(token)
+            self.counters["generation_tokens"] += 1
+            if sample.first_token_time is None:
+                sample.first_token_time = now
+            reason, sample.stop_reason = finish_of(sample, token, self.config.max_model_len)
+            if sample is not request:
+                sample.num_cached_tokens = request.num_cached_tokens
+                sample.hit_report = request.hit_report
+            if reason is None:
+                if sample is not request:
+                    self._start_sibling(request, sample)
+                updates.append(RequestUpdate(sample, [token], finished=False))
+                continue
+            if sample is request:
+                self._let_go(request)
+            self._end(sample, reason, now)
+            updates.append(RequestUpdate(sample, [token], finished=True))
+        return updates
+
+    def _start_sibling(self, request: Request, sibling: Request) -> None:
+        sibling.root_hash, sibling.block_hashes = request.root_hash, list(request.block_hashes)
+        sibling.prefill_target = request.prefill_target
+        if len(self.running) < self.config.max_num_seqs and self.manager.fork(request, sibling):
+            sibling.status = RequestStatus.RUNNING
+            insort(self.running, sibling, key=_order)
+        else:
+            insort(self.waiting, sibling, key=_order)
+
+    def _let_go(self, request: Request) -> None:
+        """Publish what a running request leaves behind and take its blocks."""
+        self.manager.publish_last_state(request, finished=True)
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
+        self.manager.free(request)
+        self.running.remove(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it resumes from what it published."""
+        self.manager.publish_last_state(request, finished=False)
+        self._release(request)
+        self._requeue(request)
+        request.num_preemptions += 1
+        self.counters["num_preemptions"] += 1
+
+    def _requeue(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_wait_steps = 0
+        insort(self.waiting, request, key=_order)
+
+    def _end(self, request: Request, reason: FinishReason, now: float) -> list[RequestUpdate]:
+        """Mark a request that holds nothing as finished; samples that wait for its prefill end with it."""
+        updates = []
+        for sample in (request, *request.siblings):
+            sample.status = RequestStatus.FINISHED
+            sample.finish_reason = reason
+            sample.error = request.error
+            sample.finish_time = now
+            self._suspects.pop(sample.request_id, None)
+            self.counters[f"request_success_{reason.value}"] += 1
+            updates.append(RequestUpdate(sample, [], finished=True))
+        request.siblings = []
+        return updates
+
+    def requests(self) -> Iterable[Request]:
+        """All unfinished requests, running ones first."""
+        return (*self.running, *self.waiting)

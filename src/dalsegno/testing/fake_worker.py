@@ -1,0 +1,188 @@
+"""A worker without a model: integers instead of tensors, so that wrong bytes are wrong answers.
+
+A token's cell is a mix of the token and the cell before it, read back from the block table; the state is a running mix
+of all tokens. The next token is a function of every cell the last token may see and of the state. One stale, missing or
+foreign cell anywhere therefore changes every later token. `expected_tokens` computes the same from the tokens alone.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dalsegno.kv.layout import GroupSpec, MemoryLayout
+from dalsegno.prefix.resolve import window_first_block
+from dalsegno.types import NULL_BLOCK, ScheduledRequest, StepPlan, StepResult
+
+__all__ = ["FakeClock", "FakeWorker", "expected_tokens"]
+
+_MASK = (1 << 62) - 1
+_POISON = -1
+
+
+def _mix(left: int, right: int) -> int:
+    value = (left * 0x9E3779B97F4A7C15 + right * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & ((1 << 64) - 1)
+    value ^= value >> 29
+    return (value * 0xBF58476D1CE4E5B9 >> 2) & _MASK
+
+
+def _next_token(cells: dict[int, int], state: int | None, sample: int, vocab_size: int) -> int:
+    value = 7 if state is None else state
+    for group, total in sorted(cells.items()):
+        value = _mix(value, total + group)
+    return _mix(value, sample) % vocab_size
+
+
+def _sum_of(cells: Sequence[int]) -> int:
+    """Order matters: a cell at the wrong position is a wrong sum."""
+    total = 0
+    for cell in cells:
+        total = _mix(total, cell)
+    return total
+
+
+def expected_tokens(
+    layout: MemoryLayout, prompt: Sequence[int], num_tokens: int, vocab_size: int, sample: int = 0
+) -> list[int]:
+    """What a fresh `FakeWorker` answers to `prompt`, computed from the tokens alone."""
+    tokens = list(prompt)
+    cells: list[int] = []
+    state = 0
+    has_state = layout.state_group is not None
+    for _ in range(num_tokens):
+        for token in tokens[len(cells) :]:
+            cells.append(_mix(cells[-1] if cells else 0, token))
+            state = _mix(state, token)
+        sums = {
+            group.group_id: _sum_of(cells if group.window is None else cells[-group.window :])
+            for group in layout.paged_groups
+        }
+        tokens.append(_next_token(sums, state if has_state else None, sample, vocab_size))
+    return tokens[len(prompt) :]
+
+
+class FakeClock:
+    """A clock that advances only when told."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.time = 0.0
+
+    def now(self) -> float:
+        """Return the time set last, in seconds."""
+        return self.time
+
+
+class FakeWorker:
+    """Executes plans on integer cells; a read of a poisoned or never written cell raises AssertionError.
+
+    Attributes:
+        before_step: called with each plan before it runs; may raise, to make the step fail.
+        num_steps: plans executed.
+        num_computed: tokens computed, by request id.
+    """
+
+    def __init__(self, layout: MemoryLayout, clock: FakeClock | None = None, *, vocab_size: int = 997) -> None:
+        """Make the memory of `layout`, poisoned throughout."""
+        self.layout = layout
+        self.clock = clock or FakeClock()
+        self.vocab_size = vocab_size
+        self.before_step: Callable[[StepPlan], None] | None = None
+        self.num_steps = 0
+        self.num_computed: dict[str, int] = {}
+        self.closed = False
+        self._cells: dict[int, npt.NDArray[np.int64]] = {}
+        for group in layout.groups:
+            width = 1 if group.is_state else group.block_size
+            shape = (layout.num_slabs * group.blocks_per_slab, width)
+            self._cells[group.group_id] = np.full(shape, _POISON, dtype=np.int64)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan: copies, then each request's tokens, then sampling."""
+        if self.before_step is not None:
+            self.before_step(plan)
+        self.num_steps += 1
+        self.clock.time += 1.0
+        for copy in plan.copies:
+            cells = self._cells[copy.group_id]
+            cells[copy.target, : copy.num_tokens] = cells[copy.source, : copy.num_tokens]
+        # All states are read before any is written, as the kernels do.
+        states = [self._read_state(request) for request in plan.requests]
+        result = StepResult()
+        for request, state in zip(plan.requests, states, strict=True):
+            end_state = self._compute(request, state)
+            result.num_computed[request.request_id] = len(request.token_ids)
+            self.num_computed[request.request_id] = self.num_computed.get(request.request_id, 0) + len(
+                request.token_ids
+            )
+            if request.sample is not None:
+                sums = {group.group_id: self._read_sum(group, request) for group in self.layout.paged_groups}
+                result.sampled[request.request_id] = [
+                    _next_token(sums, end_state, sample, self.vocab_size) for sample in request.sample.sample_indices
+                ]
+        return result
+
+    def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
+        """Make reads of these blocks fail until they are written again."""
+        assert NULL_BLOCK not in block_ids, "the null block is poisoned"
+        self._cells[group_id][list(block_ids)] = _POISON
+
+    def close(self) -> None:
+        """Remember that the worker was closed."""
+        self.closed = True
+
+    def _state_group(self) -> int:
+        group = self.layout.state_group
+        assert group is not None, "a plan names a state in a layout without state group"
+        return group.group_id
+
+    def _read_state(self, request: ScheduledRequest) -> int | None:
+        if request.state is None:
+            return None
+        if request.state.read_block == NULL_BLOCK:
+            assert request.start == 0, f"{request.request_id} starts at {request.start} from the null state"
+            return 0
+        value = int(self._cells[self._state_group()][request.state.read_block, 0])
+        assert value != _POISON, f"{request.request_id} reads a poisoned state from block {request.state.read_block}"
+        return value
+
+    def _compute(self, request: ScheduledRequest, state: int | None) -> int | None:
+        exports = {export.num_tokens: export.block for export in request.state.exports} if request.state else {}
+        previous = self._previous_cells(request)
+        for offset, token in enumerate(request.token_ids):
+            position = request.start + offset
+            for group in self.layout.paged_groups:
+                cell = _mix(previous[group.group_id], token)
+                previous[group.group_id] = cell
+                block = request.block_tables[group.group_id][position // group.block_size]
+                assert block != NULL_BLOCK, f"{request.request_id} writes token {position} to the null block"
+                self._cells[group.group_id][block, position % group.block_size] = cell
+            if state is not None:
+                state = _mix(state, token)
+                if offset + 1 in exports:
+                    self._cells[self._state_group()][exports[offset + 1], 0] = state
+        if request.state is not None:
+            assert state is not None, "a plan names a state to write but none to read"
+            self._cells[self._state_group()][request.state.write_block, 0] = state
+        return state
+
+    def _previous_cells(self, request: ScheduledRequest) -> dict[int, int]:
+        """Per group the cell before the step's first token."""
+        if request.start == 0:
+            return dict.fromkeys((group.group_id for group in self.layout.paged_groups), 0)
+        return {group.group_id: self._read(group, request, request.start - 1) for group in self.layout.paged_groups}
+
+    def _read(self, group: GroupSpec, request: ScheduledRequest, position: int) -> int:
+        block = request.block_tables[group.group_id][position // group.block_size]
+        value = int(self._cells[group.group_id][block, position % group.block_size])
+        where = f"{request.request_id} reads token {position} of group {group.name} from block {block}"
+        assert block != NULL_BLOCK, f"{where}: the null block"
+        assert value != _POISON, f"{where}: poisoned"
+        return value
+
+    def _read_sum(self, group: GroupSpec, request: ScheduledRequest) -> int:
+        first = 0 if group.window is None else max(0, request.end - group.window)
+        assert group.window is None or first // group.block_size >= window_first_block(
+            request.end - 1, group.window, group.block_size
+        ), "the window of the last token starts before the blocks that are kept"
+        return _sum_of([self._read(group, request, position) for position in range(first, request.end)])
