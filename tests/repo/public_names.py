@@ -73,12 +73,17 @@ def _defined(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         names: list[str] = []
         if isinstance(node, _Definition):
-            names = [node.name]
+            names = [] if _is_command(node) else [node.name]
         elif isinstance(node, ast.Assign):
             names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names = [node.target.id]
-        yield from (name for name in names if not name.startswith("_") or name == "__version__")
+        yield from (name for name in names if name == "__version__" or not (name.startswith("_") or name == "logger"))
+
+
+def _is_command(node: _Definition) -> bool:
+    """Whether the function is given to the command line by a decorator and called by nobody else."""
+    return any(ast.unparse(decorator).startswith("app.command(") for decorator in node.decorator_list)
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -103,6 +103,7 @@ def test_an_import_against_the_ladder_is_found(text: str, name: str, reason: str
         ("from dalsegno.errors import EngineError\nfrom dalsegno.obs import log", "engine.core"),
         ("from .llm import LLM\nfrom ..errors import EngineError\nimport torch", "engine.core"),
         ("from dalsegno.engine.core import EngineCore", "testing.fakes"),
+        ("from dalsegno import __version__", "engine.core"),
     ],
 )
 def test_an_import_down_the_ladder_is_left_alone(text: str, name: str) -> None:

@@ -15,6 +15,7 @@ from typing import override
 __all__ = ["Table", "make"]
 
 _limit = 3
+logger = logging.getLogger(__name__)
 
 
 class Table(Base):
@@ -34,6 +35,11 @@ def make() -> Table:
 
 
 def _helper() -> None: ...
+
+
+@app.command()
+def serve() -> None:
+    """Serve."""
 '''
 
 
@@ -83,6 +89,7 @@ def test_a_missing_docstring_is_found(old: str, new: str, reason: str) -> None:
         ('"Table", "make"', '"Table"', "make is public"),
         ("_limit = 3", "limit = 3", "limit is public"),
         ("_limit = 3", "limit: int = 3", "limit is public"),
+        ("@app.command()\n", "", "serve is public"),
         ('"Table", "make"', '"Table", "make", "gone"', "names gone"),
     ],
 )
