@@ -76,7 +76,8 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
     memory_bytes = options.kv_cache_memory_bytes or _default_memory_bytes(device)
     layout = plan_layout(network.cache_specs(), cache_config, memory_bytes=memory_bytes)
     clock = MonotonicClock()
-    core = EngineCore(ModelWorker(network, layout, device), clock, layout, cache_config, scheduler_config)
+    worker = ModelWorker(network, layout, device)
+    core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug)
     if tokenizer is not None and tokenizer.end_token_id is not None:
         end_token_ids |= {tokenizer.end_token_id}
     return Engine(

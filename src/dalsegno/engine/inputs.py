@@ -200,7 +200,7 @@ def _checkpoints(value: Any, num_tokens: int, where: str) -> tuple[int, ...]:
     for count in counts:
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= num_tokens:
             raise RequestError(
-                f"{where}: checkpoint_at must hold token counts from 1 to {num_tokens}, the prompt's, got {_brief(count)}"
+                f"{where}: checkpoint_at must hold counts of its {num_tokens} tokens, from 1, got {_brief(count)}"
             )
     return tuple(sorted(set(counts)))
 

@@ -1,7 +1,7 @@
 """The Python API: prompts or conversations in, results out, as vLLM users know it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from inspect import Parameter, Signature
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -26,8 +26,10 @@ Message = Mapping[str, Any]
 def _signature() -> Signature:
     """The signature of `LLM`, with the options spelled out for `help()` and editors."""
     parameters = [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str | os.PathLike[str])]
-    for spec in option_specs():
-        parameters.append(Parameter(spec.name, Parameter.KEYWORD_ONLY, default=spec.default, annotation=spec.type))
+    parameters += [
+        Parameter(spec.name, Parameter.KEYWORD_ONLY, default=spec.default, annotation=spec.type)
+        for spec in option_specs()
+    ]
     return Signature(parameters)
 
 
@@ -108,7 +110,7 @@ class LLM:
 
     def stream(
         self, prompts: PromptLike | Sequence[PromptLike], sampling_params: SamplingLike = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer prompts; yield a result each time one has got longer, the last one of a prompt with `finished`.
 
         Texts are whole, not pieces, and only grow. The prompts are checked by the call itself and queued when the first
@@ -125,7 +127,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer conversations as `stream` does; arguments and errors are those of `chat`."""
         return self._stream(
             self._chat_batch(messages, sampling_params, tools, add_generation_prompt, chat_template_kwargs)
@@ -156,15 +158,15 @@ class LLM:
         """Forget everything cached; return False, with nothing changed, while requests are running."""
         return self._open_engine().core.reset_prefix_cache()
 
-    def stats(self) -> dict[str, int]:
-        """Return the engine's counters by name."""
+    def stats(self) -> dict[str, int | float]:
+        """Return the engine's counters since the start, and what is in use at this moment, by name."""
         return self._open_engine().core.stats()
 
     def verify(self) -> None:
         """Recompute every count of the cache from first principles.
 
         Raises:
-            EngineError: one of them is wrong; the message holds a dump.
+            AssertionError: one of them is wrong; the message names it.
         """
         self._open_engine().core.verify()
 
@@ -260,11 +262,13 @@ class LLM:
             raise
         return [answer.output() for answer in answers]
 
-    def _stream(self, batch: Sequence[tuple[Prompt, SamplingParams]]) -> Iterator[RequestOutput]:
+    def _stream(self, batch: Sequence[tuple[Prompt, SamplingParams]]) -> Generator[RequestOutput, None, None]:
         return _follow(self._open_engine().front_end, batch)
 
 
-def _follow(front_end: FrontEnd, batch: Sequence[tuple[Prompt, SamplingParams]]) -> Iterator[RequestOutput]:
+def _follow(
+    front_end: FrontEnd, batch: Sequence[tuple[Prompt, SamplingParams]]
+) -> Generator[RequestOutput, None, None]:
     """Queue prompts and yield their results as they grow; whoever else steps the engine advances them too."""
     answers = front_end.submit(batch)
     shown = dict.fromkeys(range(len(answers)), 0)

@@ -68,9 +68,10 @@ class EngineOptions:
     threads: int | None = _option(None, "CPU threads of the kernels, shared by the process; default: torch's choice.")
     tokenizer: str | None = _option(None, "Folder or hub name of the tokenizer; default: the model's.")
     skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts are token ids, answers have no text.")
+    debug: bool = _option(False, "Check every count after every step and poison freed memory; slow.")
 
     def __post_init__(self) -> None:
-        for name in ("enable_prefix_caching", "skip_tokenizer_init"):
+        for name in ("enable_prefix_caching", "skip_tokenizer_init", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):

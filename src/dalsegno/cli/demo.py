@@ -1,0 +1,150 @@
+"""`dalsegno demo`: one conversation on a tiny hybrid model, played with caching off and on, and compared turn by turn.
+
+Every turn's prompt is the rendering of the recorded messages so far, so each one extends the one before it. The answers
+are the tiny model's own babble; what counts is that caching does not change them.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from dalsegno.cli.conversations import RecordedConversation, load_conversation
+from dalsegno.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from dalsegno.engine.llm import LLM
+    from dalsegno.engine.outputs import RequestOutput
+
+__all__ = ["DemoTurn", "play_conversation", "run_demo"]
+
+KIND = "qwen3-next"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoTurn:
+    """One turn without and with caching."""
+
+    cold: "RequestOutput"
+    warm: "RequestOutput"
+
+    @property
+    def same_answer(self) -> bool:
+        """Whether caching changed nothing."""
+        return self.cold.outputs[0].token_ids == self.warm.outputs[0].token_ids
+
+
+def run_demo(
+    *, session: int = 0, max_tokens: int = 16, llm_factory: "Callable[..., LLM] | None" = None, width: int | None = None
+) -> int:
+    """Build a tiny model, play a conversation twice, print the comparison.
+
+    Args:
+        session: which recorded conversation, where a folder of them is named.
+        max_tokens: tokens per answer.
+        llm_factory: makes the engines, called as `LLM(model, **options)`; `LLM` itself by default.
+        width: of the table in characters; the terminal's by default.
+
+    Returns:
+        The exit status: 0, or 1 if an answer differs.
+
+    Raises:
+        UserError: the recorded conversation cannot be read.
+    """
+    conversation = load_conversation(session)
+    with tempfile.TemporaryDirectory(prefix="dalsegno-demo-") as folder:
+        model = Path(folder) / KIND
+        with _status(f"building a tiny {KIND} model"):
+            from dalsegno.engine.llm import LLM
+            from dalsegno.models.tiny import make_tiny_model
+
+            make_tiny_model(KIND, model)
+        factory = LLM if llm_factory is None else llm_factory
+        played: list[list[RequestOutput]] = []
+        for caching in (False, True):
+            with factory(model, enable_prefix_caching=caching) as llm:
+                played.append(play_conversation(llm, conversation, max_tokens, "on" if caching else "off"))
+                llm.verify()
+    turns = [DemoTurn(cold, warm) for cold, warm in zip(*played, strict=True)]
+    _report(conversation, turns, Console(width=width or (None if sys.stdout.isatty() else 140)))
+    return 0 if all(turn.same_answer for turn in turns) else 1
+
+
+def play_conversation(
+    llm: "LLM", conversation: RecordedConversation, max_tokens: int, label: str = ""
+) -> "list[RequestOutput]":
+    """Answer every turn of a conversation, greedily, one after the other."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    # The first steps of a process are slow for reasons of their own; under a salt they leave nothing behind to hit.
+    llm.generate({"prompt": "warm-up " * 40, "cache_salt": "warm-up"}, params, use_tqdm=False)
+    turns = conversation.turns()
+    outputs = []
+    with _status(f"caching {label}") as show:
+        for number, messages in enumerate(turns, 1):
+            show(f"caching {label}: turn {number} of {len(turns)}")
+            outputs += llm.chat(messages, params, use_tqdm=False, tools=conversation.tools)
+    return outputs
+
+
+def _report(conversation: RecordedConversation, turns: list[DemoTurn], console: Console) -> None:
+    table = Table(title=f"{conversation.name}, {len(turns)} turns", title_justify="left")
+    headings = ("turn", "prompt tokens", "cached", "prefilled", "first token, off", "first token, on")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    table.add_column("same answer")
+    table.add_column("the rest was not a hit because", ratio=1)
+    for number, turn in enumerate(turns, 1):
+        table.add_row(
+            str(number),
+            str(len(turn.warm.prompt_token_ids)),
+            str(turn.warm.num_cached_tokens),
+            str(turn.warm.metrics.num_prefilled_tokens),
+            _milliseconds(turn.cold),
+            _milliseconds(turn.warm),
+            "yes" if turn.same_answer else "[bold red]NO[/]",
+            _reasons(turn.warm),
+        )
+    console.print(table)
+    console.print(_summary(turns))
+
+
+def _summary(turns: list[DemoTurn]) -> str:
+    num_prompt = sum(len(turn.warm.prompt_token_ids) for turn in turns)
+    num_cached = sum(turn.warm.num_cached_tokens or 0 for turn in turns)
+    cold, warm = (
+        sum(output.metrics.time_to_first_token or 0.0 for output in outputs)
+        for outputs in ([turn.cold for turn in turns], [turn.warm for turn in turns])
+    )
+    num_different = sum(not turn.same_answer for turn in turns)
+    verdict = (
+        "Every answer is the same."
+        if not num_different
+        else f"[bold red]{num_different} of {len(turns)} answers differ: this must not happen.[/]"
+    )
+    return (
+        f"{num_cached} of {num_prompt} prompt tokens ({100 * num_cached / num_prompt:.1f} %) came from the cache. "
+        f"All first tokens together took {cold:.2f} s without it and {warm:.2f} s with it. {verdict}"
+    )
+
+
+def _milliseconds(output: "RequestOutput") -> str:
+    seconds = output.metrics.time_to_first_token
+    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
+
+
+def _reasons(output: "RequestOutput") -> str:
+    lost = output.hit_report.lost if output.hit_report is not None else {}
+    return ", ".join(f"{reason} {num_tokens}" for reason, num_tokens in lost.items()) or "-"
+
+
+@contextmanager
+def _status(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's stderr what is being done; yields a function that changes the text."""
+    with Console(stderr=True).status(text) as status:
+        yield status.update

@@ -1,0 +1,122 @@
+"""The command `dalsegno`: what it offers, and how errors end it.
+
+Answers and tables go to stdout, everything else to stderr. A user's mistake is one line and exit status 2. Everything
+heavy is imported by the command that needs it, so that help is quick.
+"""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from dalsegno import __version__
+from dalsegno.cli.flags import with_engine_flags, with_sampling_flags
+from dalsegno.errors import EngineError, UserError
+from dalsegno.obs.log import log_to_stderr
+
+__all__ = ["app"]
+
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a hub id such as owner/name.")]
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns the errors we raise on purpose into one line on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"dalsegno: error: {error}", err=True)
+            raise typer.Exit(2) from error
+        except EngineError as error:
+            typer.echo(f"dalsegno: engine error: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    name="dalsegno",
+    cls=_Commands,
+    help="A serving engine and KV-cache layer for hybrid language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dalsegno {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _settings(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log the start-up plan and other details.")] = False,
+) -> None:
+    del version
+    log_to_stderr(logging.INFO if verbose else logging.WARNING)
+
+
+@app.command()
+@with_engine_flags
+@with_sampling_flags
+def generate(
+    model: _Model,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt; may be given several times.")
+    ],
+    *,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt instead.")] = False,
+    sampling_options: dict[str, Any],
+    engine_options: dict[str, Any],
+) -> None:
+    """Answer prompts, streaming to the terminal."""
+    from dalsegno.cli.generate import run_generate
+
+    run_generate(model, prompt, sampling_options, engine_options, json_lines=json_lines)
+
+
+@app.command()
+@with_engine_flags
+@with_sampling_flags
+def chat(
+    model: _Model,
+    *,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    sampling_options: dict[str, Any],
+    engine_options: dict[str, Any],
+) -> None:
+    """Talk to a model; /reset starts over, /quit ends, Ctrl-C stops an answer."""
+    from dalsegno.cli.chat import run_chat
+
+    run_chat(model, sampling_options, engine_options, system=system)
+
+
+@app.command()
+def make_tiny_model(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="qwen3-next, llama, qwen3 or qwen3-window.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder, or one with a tiny model.")],
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a small random checkpoint, for trying things out."""
+    from dalsegno.models.tiny import make_tiny_model as make
+
+    make(kind, directory, seed)
+    typer.echo(f"wrote a tiny {kind} model to {directory}", err=True)
+
+
+@app.command()
+def demo(
+    session: Annotated[int, typer.Option(min=0, help="Which recorded conversation, under DALSEGNO_TRACES.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 16,
+) -> None:
+    """Play a conversation on a tiny model, caching off and on; fails if an answer differs."""
+    from dalsegno.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(session=session, max_tokens=max_tokens))

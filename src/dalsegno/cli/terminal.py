@@ -1,0 +1,32 @@
+"""Small things every command says on stderr, apart from its answer on stdout."""
+
+import sys
+
+from dalsegno.engine.outputs import RequestOutput
+
+__all__ = ["note", "summary"]
+
+
+def note(text: str) -> None:
+    """Write a line of explanation to stderr, dim where that is a terminal."""
+    sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if sys.stderr.isatty() else f"{text}\n")
+    sys.stderr.flush()
+
+
+def summary(output: RequestOutput) -> str:
+    """Return one line about a result: tokens in and out, what was cached, and how long the first token took."""
+    metrics = output.metrics
+    num_generated = sum(len(answer.token_ids) for answer in output.outputs)
+    parts = [
+        f"{len(output.prompt_token_ids)} prompt tokens",
+        f"{output.num_cached_tokens or 0} cached",
+        f"{metrics.num_prefilled_tokens} prefilled",
+        f"{num_generated} generated",
+    ]
+    if metrics.time_to_first_token is not None:
+        parts.append(f"first token after {metrics.time_to_first_token:.2f} s")
+    if metrics.finish_time is not None and metrics.first_token_time is not None:
+        seconds = metrics.finish_time - metrics.first_token_time
+        if num_generated > 1 and seconds > 0:
+            parts.append(f"{(num_generated - 1) / seconds:.0f} tokens/s")
+    return "[" + ", ".join(parts) + "]"
