@@ -96,7 +96,8 @@ def _published_at_schedule_time(core: EngineCore) -> None:
     ) -> RequestBlocks | None:
         blocks = allocate(request, new_tokens, computed, room_for_tokens=room_for_tokens)
         if blocks is not None:
-            end = (request.num_computed_tokens + new_tokens) // manager.unit * manager.unit
+            written = (request.num_computed_tokens + new_tokens) // manager.unit
+            end = min(written, len(request.block_hashes)) * manager.unit
             for group in manager.paged:
                 group.publish(
                     blocks.tables[group.spec.group_id], request.root_hash, request.block_hashes, blocks.published, end
@@ -210,21 +211,23 @@ def _shared_tail_written(core: EngineCore) -> None:
 
 
 def _unwritten_token_counted(core: EngineCore) -> None:
-    """The sampled token counts as computed: a unit is published whose last token no forward ever wrote."""
+    """The last sampled token counts as computed: a unit is published whose last token no forward ever wrote."""
     manager = core.manager
-    publish = manager._publish  # noqa: SLF001
+    publish_last_state = manager.publish_last_state
 
-    def publish_more(request: Request, blocks: RequestBlocks, after: int) -> None:
-        publish(request, blocks, after)
-        end = (after + 1) // manager.unit * manager.unit
-        if end > after and end // manager.unit <= len(request.block_hashes):
+    def publish_more(request: Request, *, finished: bool) -> None:
+        publish_last_state(request, finished=finished)
+        manager._extend_hashes(request)  # noqa: SLF001
+        blocks, end = manager.requests[request.request_id], request.num_tokens
+        if finished and end % manager.unit == 0:
             for group in manager.paged:
                 table = blocks.tables[group.spec.group_id]
-                group.publish(table, request.root_hash, request.block_hashes, blocks.published, end)
+                if len(table) == group.num_blocks(end):
+                    group.publish(table, request.root_hash, request.block_hashes, blocks.published, end)
             if manager.state is not None and blocks.state is not None:
                 manager.state.publish(request.root_hash, request.block_hashes, end, blocks.state.current)
 
-    _set(manager, "_publish", publish_more)
+    _set(manager, "publish_last_state", publish_more)
 
 
 def _preempted_tokens_kept(core: EngineCore) -> None:

@@ -1,0 +1,90 @@
+"""R1 under every mix of switches: the answer is that of a run with the cache off, alone, in one chunk."""
+
+import functools
+
+import pytest
+
+from tests.conftest import LONG
+from tests.matrix.backends import Backend, fake_backend, model_backend
+from tests.matrix.cells import SWITCHES, pairwise, random_cells
+from tests.matrix.comparison import differences
+from tests.matrix.tiny_models import tiny_model
+from tests.matrix.workload import Answers, Cell, Prompt, build_phases, run_cell
+
+COLD = Cell(caching=False, together=False)
+
+
+@functools.cache
+def backend_of(name: str) -> Backend:
+    return fake_backend(name.removeprefix("fake-")) if name.startswith("fake-") else model_backend(tiny_model(name))
+
+
+@functools.cache
+def reference(name: str, seed: int = 0) -> tuple[list[list[Prompt]], Answers]:
+    """Phases of the workload, and every prompt answered cold."""
+    backend = backend_of(name)
+
+    def cold(prompt: Prompt) -> list[int]:
+        return run_cell(backend, COLD, [[prompt]]).tokens[prompt.name]
+
+    phases = build_phases(backend, cold, seed)
+    return phases, run_cell(backend, COLD, phases)
+
+
+def check(name: str, cell: Cell, seed: int = 0) -> tuple[Answers, int]:
+    phases, cold = reference(name, seed)
+    run = run_cell(backend_of(name), cell, phases)
+    found, ties = differences(cold, run, prompt_lengths(phases))
+    assert not found, f"{cell}: {found}"
+    return run, ties
+
+
+def prompt_lengths(phases: list[list[Prompt]]) -> dict[str, int]:
+    lengths = {}
+    for phase in phases:
+        for prompt in phase:
+            lengths[prompt.name] = len(prompt.token_ids)
+            lengths |= {f"{prompt.name} #{i}": len(prompt.token_ids) for i in range(1, prompt.samples)}
+    return lengths
+
+
+@pytest.mark.parametrize("kinds", ["as", "a", "w", "aw", "s", "aws", "ws", "aas"])
+def test_integers_give_the_cold_answer_in_every_cell(kinds: str) -> None:
+    cells = [*pairwise(), *random_cells(300 if LONG else 20, seed=len(kinds))]
+    for cell in cells:
+        check(f"fake-{kinds}", cell)
+
+
+def test_the_pairwise_cells_cover_every_pair_of_values() -> None:
+    cells = pairwise()
+    for a, xs in SWITCHES.items():
+        for b, ys in SWITCHES.items():
+            if a < b:
+                seen = {(getattr(cell, a), getattr(cell, b)) for cell in cells}
+                assert seen == {(x, y) for x in xs for y in ys}
+
+
+@pytest.mark.parametrize("cell", pairwise(), ids=str)
+def test_qwen3_next_gives_the_cold_answer(cell: Cell) -> None:
+    run, ties = check("qwen3-next", cell)
+    assert ties <= 1
+    assert bool(sum(run.cached.values())) == cell.caching
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-window"])
+def test_models_without_state_give_the_cold_answer(kind: str) -> None:
+    ties = 0
+    for cell in [*pairwise()[:: 1 if LONG else 6], Cell(block_size=64, budget=64, pool="need")]:
+        ties += check(kind, cell)[1]
+    assert ties <= 1
+
+
+def test_the_workload_hits_and_preempts() -> None:
+    """The matrix means something only if its switches bite."""
+    run, _ = check("fake-as", Cell())
+    assert run.cached["resend"] == 96
+    assert run.cached["extended by 1"] == 112
+    assert run.cached["shared, third"] == 64
+    assert run.cached["other salt"] == 0
+    assert check("fake-as", Cell(preempt_every=3))[0].preemptions > 5
+    assert check("fake-as", Cell(pool="need"))[0].preemptions > 0
