@@ -9,6 +9,7 @@ it. Two facts every eviction policy must respect are kept up to date here, each 
 A model without state group has only live nodes, one without attention group only reachable ones.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
 from dalsegno.kv.layout import GroupSpec
@@ -31,6 +32,10 @@ class Node:
         self.blocks = [NULL_BLOCK] * num_groups
         self.live_children = 0
         self.reachable = False
+
+
+def _boundary(node: Node) -> int:
+    return node.boundary
 
 
 class PrefixIndex:
@@ -97,7 +102,7 @@ class PrefixIndex:
             return node.blocks[group]
         was_live = self._is_live(node)
         node.blocks[group] = block
-        self._vouched[group].setdefault(block, []).append(node)
+        insort(self._vouched[group].setdefault(block, []), node, key=_boundary)
         if group == self._state and not was_live:
             self._wake(node)
         if group == self._attention and not node.reachable and node.parent is not None and node.parent.reachable:
@@ -118,7 +123,7 @@ class PrefixIndex:
             heir = self._heir(group, node) or heir
             node.blocks[group] = heir
             if heir:
-                self._vouched[group][heir].insert(0, node)
+                insort(self._vouched[group][heir], node, key=_boundary)
                 self.on_rank_change(group, heir)
             else:
                 lost.append(node)
