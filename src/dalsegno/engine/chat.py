@@ -5,7 +5,7 @@ rendering of all of them, in tokens; so it is where every continuation of these 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,32 +89,40 @@ def render_conversation(tokenizer: Tokenizer, conversation: Conversation, max_ma
     Raises:
         RequestError: the template refuses the conversation.
     """
-    whole = tokenizer.encode_rendered(_render(tokenizer, conversation, len(conversation.messages), final=True))
+    messages = conversation.messages
+    whole = tokenizer.encode_rendered(_render(tokenizer, conversation, messages, final=True))
     marks: set[int] = set()
-    for count in _worthwhile(len(conversation.messages), max_marks):
+    for part in _parts(messages, max_marks):
         try:
-            part = _render(tokenizer, conversation, count, final=False)
+            rendered = _render(tokenizer, conversation, part, final=False)
         except RequestError:
             # Many templates refuse a conversation without a user; then there is no such end to resume from.
             continue
-        marks.add(_common_tokens(tokenizer, whole, part))
+        marks.add(_common_tokens(tokenizer, whole, rendered))
     return RenderedConversation(whole.text, whole.token_ids, tuple(sorted(marks - {0})))
 
 
-def _render(tokenizer: Tokenizer, conversation: Conversation, count: int, *, final: bool) -> str:
+def _render(tokenizer: Tokenizer, conversation: Conversation, messages: Sequence[Message], *, final: bool) -> str:
     return tokenizer.render(
-        conversation.messages[:count],
+        messages,
         conversation.tools,
         add_generation_prompt=final and conversation.add_generation_prompt,
         template_options=conversation.template_options,
     )
 
 
-def _worthwhile(num_messages: int, max_marks: int) -> list[int]:
-    """Return how many first messages to look at: the opening, which new sessions share, and the latest ends."""
+def _parts(messages: Sequence[Message], max_marks: int) -> Iterator[Sequence[Message]]:
+    """Yield the conversations to compare with the whole one: how it opens, which new sessions share, and its last ends.
+
+    An empty conversation has no rendering. Where no system message opens this one, what comes before the first message
+    (the tools) is found by comparing with a conversation that opens with another text.
+    """
     if max_marks == 0:
-        return []
-    return sorted({0, 1} | set(range(max(1, num_messages - max_marks + 1), num_messages + 1)))
+        return
+    if messages[0]["role"] != "system":
+        yield [{**messages[0], "content": "y" if messages[0]["content"].startswith("x") else "x"}]
+    for count in sorted({1} | set(range(max(1, len(messages) - max_marks + 1), len(messages) + 1))):
+        yield messages[:count]
 
 
 def _common_tokens(tokenizer: Tokenizer, whole: EncodedText, part: str) -> int:
