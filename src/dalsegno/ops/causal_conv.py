@@ -1,8 +1,15 @@
-"""Depthwise causal convolution over windows kept in blocks."""
+"""Depthwise causal convolution over windows kept in blocks.
 
+The step's inputs are laid out with each request's window before its tokens. The convolution then is K shifted sums
+over the whole layout; places where a window begins give sums of two requests, which nobody takes.
+"""
+
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dalsegno.ops import reference
 from dalsegno.ops.batch import StateLayerCache
 
 __all__ = ["causal_conv"]
@@ -31,4 +38,24 @@ def causal_conv(
     Returns:
         `[T, channels]`, dtype of `x`.
     """
-    return reference.causal_conv(x, weight, bias, cache, part, activation)
+    assert activation in ("silu", None), f"activation must be 'silu' or None, got {activation!r}"
+    batch, rows, strides = cache.batch, cache.view.rows[part], cache.view.strides[part]
+    num_channels, width = weight.shape
+    windows = rows.index_select(0, batch.read_rows(strides)).view(-1, num_channels, width - 1).to(x.dtype).mT
+    places = batch.window_places(width - 1)
+    layout = torch.cat(list(chain.from_iterable(zip(windows.unbind(), x.split(batch.lengths), strict=True))))
+    out = _shifted_sums(layout.float(), weight.float(), bias)
+    out = out if places.outputs is None else out.index_select(0, places.outputs)
+    kept = layout.index_select(0, places.kept).view(-1, width - 1, num_channels).mT
+    rows[batch.write_rows(strides)] = kept.reshape(-1, num_channels * (width - 1)).to(rows.dtype)
+    return (F.silu(out, inplace=True) if activation == "silu" else out).to(x.dtype)
+
+
+def _shifted_sums(layout: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `[rows - K + 1, channels]`: row i is the convolution of rows `[i, i + K)` of `layout`."""
+    taps = weight.t().contiguous()
+    length = len(layout) - len(taps) + 1
+    sums = layout[:length] * taps[0] if bias is None else torch.addcmul(bias.float(), layout[:length], taps[0])
+    for j in range(1, len(taps)):
+        sums.addcmul_(layout[j : j + length], taps[j])
+    return sums

@@ -13,39 +13,48 @@ from torch import Tensor
 
 from dalsegno.ops.views import RowStrides
 
-__all__ = ["DecodeGather", "PagedBatch", "PrefillGather"]
+__all__ = ["DecodeGather", "Gather", "PagedBatch", "PrefillGather"]
 
 # A gather of decode rows is padded to its longest context: rows share one while this share of it is not padding.
 _LEAST_FILL = 0.7
+# Rows of a gather, so that it stays in the processor's cache (a context longer than this is gathered alone).
+_MOST_TOKENS = 8192
 
 
 @dataclass(slots=True)
-class _Gather:
-    """Rows of a rectangular set of contexts; position of column 0 of row i is `base[i]`."""
+class Gather:
+    """Contexts of R requests, padded to one width; a context is the positions that the step's tokens see.
+
+    Attributes:
+        block_ids: `[R, blocks]` int64, blocks from the one that holds the context's first token; 0 at paddings.
+        skip: `[R, 1]` int64, tokens of the first block that are left of the context; None if there are none.
+        lengths: `[R]` int64, tokens of each context.
+        width: tokens of the longest context.
+    """
 
     block_ids: Tensor
-    base: Tensor
-    first: Tensor
-    end: Tensor
+    skip: Tensor | None
+    lengths: Tensor
     width: int
     block_size: int
     blocks_per_slab: int
-    cache: dict[RowStrides, Tensor] = field(default_factory=dict, repr=False)
+    _rows: dict[RowStrides, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def valid(self) -> Tensor:
-        """`[R, width]` bool: columns that are tokens of the row's context."""
-        position = self.base[:, None] + torch.arange(self.width, device=self.base.device)
-        return (position >= self.first[:, None]) & (position < self.end[:, None])
+        """`[R, width]` bool: columns that are tokens of the context."""
+        return torch.arange(self.width, device=self.lengths.device) < self.lengths[:, None]
 
     def rows(self, strides: RowStrides) -> Tensor:
-        """`[R * width]` int64 row numbers, 0 (the null block) where not valid; made once per step and stride set."""
-        if strides not in self.cache:
-            block_rows = strides.first_rows(self.block_ids, self.blocks_per_slab)
-            offsets = torch.arange(self.block_size, device=block_rows.device) * strides.token
-            rows = (block_rows[:, :, None] + offsets).flatten(1)[:, : self.width]
-            self.cache[strides] = torch.where(self.valid, rows, 0).flatten()
-        return self.cache[strides]
+        """Return `[R * width]` int64 row numbers, 0 (the null block) where not valid; made once per step."""
+        if strides not in self._rows:
+            offsets = torch.arange(self.block_size, device=self.block_ids.device) * strides.token
+            rows = (strides.first_rows(self.block_ids, self.blocks_per_slab)[:, :, None] + offsets).flatten(1)
+            if self.skip is not None:
+                columns = self.skip + torch.arange(self.width, device=rows.device)
+                rows = rows.gather(1, columns.clamp_(max=rows.shape[1] - 1))
+            self._rows[strides] = torch.where(self.valid, rows[:, : self.width], 0).flatten()
+        return self._rows[strides]
 
 
 @dataclass(slots=True)
@@ -53,28 +62,31 @@ class DecodeGather:
     """Requests with one token this step and contexts of similar length.
 
     Attributes:
-        tokens: `[R]` int64, the requests' tokens among the step's.
-        gather: contexts, one row per request, padded to `gather.width`.
-        mask: `[R, 1, 1, width]` bool, True where a column is a token of the context.
+        tokens: `[R]` int64, the requests' tokens among the step's, ascending.
+        gather: their contexts.
+        mask: `[R, 1, 1, width]` bool, True where a column is a token of the context; None when all are.
     """
 
     tokens: Tensor
-    gather: _Gather
-    mask: Tensor
+    gather: Gather
+    mask: Tensor | None
 
 
 @dataclass(slots=True)
 class PrefillGather:
-    """One request with several tokens: the step's tokens `[begin, end)`, at positions `start` and on.
+    """One request with several tokens, `[begin, end)` among the step's.
 
-    `gather` covers positions `[base, start + end - begin)`, from the first position that any of the tokens sees.
+    Attributes:
+        begin: its first token.
+        end: behind its last token.
+        offset: column of its first token in the context, which reaches to its last.
+        gather: the context.
     """
 
     begin: int
     end: int
-    start: int
-    base: int
-    gather: _Gather
+    offset: int
+    gather: Gather
 
 
 @dataclass(slots=True)
@@ -131,10 +143,12 @@ class PagedBatch:
         tables = [
             _read_table(table, -(-int(end) // block_size)) for table, end in zip(block_tables, contexts, strict=True)
         ]
-        first = np.maximum(np.asarray(starts, dtype=np.int64) - window + 1, 0) if window else np.zeros_like(contexts)
-        make = _GatherMaker(tables, first, contexts, block_size, blocks_per_slab, device)
+        computed = np.asarray(starts, dtype=np.int64)
+        first = np.maximum(computed - window + 1, 0) if window else np.zeros_like(computed)
+        gathers = _Gathers(tables, first, contexts - first, block_size, blocks_per_slab, device)
         block_ids, offsets = _slots(tables, ends - begins, starts, block_size)
         single = np.flatnonzero(ends - begins == 1)
+        several = np.flatnonzero(ends - begins > 1)
         return cls(
             query_start=[int(i) for i in query_start],
             starts=[int(i) for i in starts],
@@ -142,8 +156,11 @@ class PagedBatch:
             block_size=block_size,
             blocks_per_slab=blocks_per_slab,
             window=window,
-            decodes=[make.decode(begins, rows) for rows in _similar(single, make.widths)],
-            prefills=[make.prefill(begins, ends, starts, int(row)) for row in np.flatnonzero(ends - begins > 1)],
+            decodes=[gathers.decode(rows, begins[rows]) for rows in _similar(single, contexts - first)],
+            prefills=[
+                PrefillGather(int(begins[i]), int(ends[i]), int(computed[i] - first[i]), gathers.make(np.array([i])))
+                for i in several
+            ],
             _block_ids=torch.from_numpy(block_ids).to(device),
             _offsets=torch.from_numpy(offsets).to(device),
         )
@@ -161,46 +178,39 @@ class PagedBatch:
         return self._write_rows[strides]
 
 
-class _GatherMaker:
-    """Cuts block tables to what the step's tokens see."""
+@dataclass(slots=True)
+class _Gathers:
+    """Cuts block tables to the contexts that begin at `first` and have `lengths` tokens."""
 
-    def __init__(
-        self,
-        tables: list[np.ndarray],
-        first: np.ndarray,
-        end: np.ndarray,
-        block_size: int,
-        blocks_per_slab: int,
-        device: torch.device | str | None,
-    ) -> None:
-        self.tables, self.first, self.end = tables, first, end
-        self.block_size, self.blocks_per_slab, self.device = block_size, blocks_per_slab, device
-        self.base = first // block_size * block_size
-        self.widths = end - self.base
+    tables: list[np.ndarray]
+    first: np.ndarray
+    lengths: np.ndarray
+    block_size: int
+    blocks_per_slab: int
+    device: torch.device | str | None
 
-    def decode(self, begins: np.ndarray, rows: np.ndarray) -> DecodeGather:
-        gather = self._gather(rows)
-        return DecodeGather(torch.from_numpy(begins[rows]).to(self.device), gather, gather.valid[:, None, None, :])
+    def decode(self, rows: np.ndarray, tokens: np.ndarray) -> DecodeGather:
+        gather = self.make(rows)
+        even = bool(np.all(self.lengths[rows] == gather.width))
+        return DecodeGather(self._move(tokens), gather, None if even else gather.valid[:, None, None, :])
 
-    def prefill(self, begins: np.ndarray, ends: np.ndarray, starts: Sequence[int], row: int) -> PrefillGather:
-        gather = self._gather(np.array([row]))
-        return PrefillGather(int(begins[row]), int(ends[row]), int(starts[row]), int(self.base[row]), gather)
-
-    def _gather(self, rows: np.ndarray) -> _Gather:
-        width = int(self.widths[rows].max())
-        block_ids = np.zeros((len(rows), -(-width // self.block_size)), dtype=np.int64)
-        for i, row in enumerate(rows):
-            seen = self.tables[row][self.base[row] // self.block_size :]
-            block_ids[i, : len(seen)] = seen
-        return _Gather(
-            block_ids=torch.from_numpy(block_ids).to(self.device),
-            base=torch.from_numpy(self.base[rows]).to(self.device),
-            first=torch.from_numpy(self.first[rows]).to(self.device),
-            end=torch.from_numpy(self.end[rows]).to(self.device),
-            width=width,
+    def make(self, rows: np.ndarray) -> Gather:
+        seen = [self.tables[row][self.first[row] // self.block_size :] for row in rows]
+        block_ids = np.zeros((len(rows), max(len(blocks) for blocks in seen)), dtype=np.int64)
+        for ids, blocks in zip(block_ids, seen, strict=True):
+            ids[: len(blocks)] = blocks
+        skip = self.first[rows] % self.block_size
+        return Gather(
+            block_ids=self._move(block_ids),
+            skip=self._move(skip[:, None]) if skip.any() else None,
+            lengths=self._move(self.lengths[rows]),
+            width=int(self.lengths[rows].max()),
             block_size=self.block_size,
             blocks_per_slab=self.blocks_per_slab,
         )
+
+    def _move(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
 
 
 def _ranges(query_start: Sequence[int], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -226,16 +236,15 @@ def _slots(
     return block_ids, np.concatenate(positions) % block_size
 
 
-def _similar(rows: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
-    """Split `rows` into groups whose contexts can be padded to one width at little waste."""
-    groups: list[np.ndarray] = []
-    order = rows[np.argsort(-widths[rows], kind="stable")]
-    begin, total = 0, 0
-    for i, row in enumerate(order):
-        if i > begin and total + widths[row] < _LEAST_FILL * widths[order[begin]] * (i - begin + 1):
-            groups.append(order[begin:i])
-            begin, total = i, 0
-        total += int(widths[row])
-    if len(order):
-        groups.append(order[begin:])
-    return groups
+def _similar(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Split `rows` into groups whose contexts can be padded to one width at little waste; each group ascends."""
+    groups: list[list[int]] = []
+    total = 0
+    for row in rows[np.argsort(-lengths[rows], kind="stable")]:
+        total += lengths[row]
+        padded = lengths[groups[-1][0]] * (len(groups[-1]) + 1) if groups else 0
+        if not groups or total < _LEAST_FILL * padded or padded > _MOST_TOKENS:
+            groups.append([])
+            total = lengths[row]
+        groups[-1].append(row)
+    return [np.sort(np.asarray(group)) for group in groups]

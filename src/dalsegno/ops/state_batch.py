@@ -14,7 +14,20 @@ from torch import Tensor
 from dalsegno.ops.tiles import TileGrid, build_tile_grid
 from dalsegno.ops.views import RowStrides
 
-__all__ = ["StateBatch"]
+__all__ = ["StateBatch", "WindowPlaces"]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlaces:
+    """Places in a layout that has, request by request, a window of w earlier inputs and then the step's inputs.
+
+    Attributes:
+        outputs: `[T]` int64, where the w + 1 inputs that end at each token begin; None when that is token after token.
+        kept: `[(R + E) * w]` int64, the w inputs before each boundary that is written, in the order of `written`.
+    """
+
+    outputs: Tensor | None
+    kept: Tensor
 
 
 @dataclass(slots=True)
@@ -50,7 +63,7 @@ class StateBatch:
     tiles: TileGrid | None
     device: torch.device
     _rows: dict[tuple[str, RowStrides], Tensor] = field(default_factory=dict, repr=False)
-    _indices: dict[tuple[str, int], tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+    _places: dict[int, WindowPlaces] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -92,6 +105,11 @@ class StateBatch:
         )
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request in the step."""
+        return [end - begin for begin, end in zip(self.query_start, self.query_start[1:], strict=False)]
+
+    @property
     def num_requests(self) -> int:
         """Requests of the step (R)."""
         return len(self.read_blocks)
@@ -103,6 +121,17 @@ class StateBatch:
     def write_rows(self, strides: RowStrides) -> Tensor:
         """Return `[R + E]` int64: rows of the write blocks and then of the export blocks."""
         return self._block_rows("write", self.written, strides)
+
+    def window_places(self, width: int) -> WindowPlaces:
+        """Return places for windows of `width` inputs; made once per step."""
+        if width not in self._places:
+            ends = [*enumerate(self.lengths), *((row, count) for row, count, _ in self.exports)]
+            first = np.asarray([self.query_start[row] + width * row + count for row, count in ends], dtype=np.int64)
+            outputs = np.arange(self.query_start[-1]) + width * np.repeat(np.arange(self.num_requests), self.lengths)
+            to = _Mover(self.device)
+            kept = to((first[:, None] + np.arange(width)).ravel())
+            self._places[width] = WindowPlaces(to(outputs) if self.num_requests > 1 else None, kept)
+        return self._places[width]
 
     def _block_rows(self, name: str, block_ids: Tensor, strides: RowStrides) -> Tensor:
         key = (name, strides)
