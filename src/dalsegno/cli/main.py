@@ -21,12 +21,20 @@ __all__ = ["app"]
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, or a hub id such as owner/name.")]
 
 
+# A command line that cannot be parsed; typer shows only this subclass of it.
+_UsageError: Any = typer.BadParameter.__base__
+
+
 class _Commands(typer.core.TyperGroup):
-    """Turns the errors we raise on purpose into one line on stderr."""
+    """Turns mistyped command lines and the errors we raise on purpose into one line on stderr."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except _UsageError as error:
+            path = (error.ctx or ctx).command_path
+            typer.echo(f"{path}: error: {error.format_message()} (see {path} --help)", err=True)
+            raise typer.Exit(2) from error
         except UserError as error:
             typer.echo(f"dalsegno: error: {error}", err=True)
             raise typer.Exit(2) from error
