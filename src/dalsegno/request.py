@@ -41,6 +41,8 @@ class Request:
     Attributes:
         root_hash: hash of zero tokens in this request's key domain (salt, adapter).
         checkpoint_at: token counts the caller wants a state kept at.
+        num_wait_steps: steps spent waiting for a common prefix that a running request computes.
+        awaited_boundary: the boundary waited for; 0 for none.
         order: (priority, arrival number), smaller first; set by the scheduler.
         seed: key of the random streams.
         sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
@@ -81,6 +83,7 @@ class Request:
     num_prefilled_tokens: int = 0
     num_preemptions: int = 0
     num_wait_steps: int = 0
+    awaited_boundary: int = 0
     order: tuple[int, int] = (0, 0)
     first_token_time: float | None = None
     finish_time: float | None = None

@@ -7,7 +7,7 @@ from dalsegno.hit_report import HitReport, LostReason, lost_tokens
 from dalsegno.kv.index import Node, PrefixIndex
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.prefix.resolve import resolve, window_first_block
-from dalsegno.types import NULL_BLOCK, BlockHash, GroupKind
+from dalsegno.types import NULL_BLOCK, BlockHash
 
 __all__ = ["EvictedRing", "explain_hit", "find_hit", "junction_of"]
 
@@ -76,7 +76,7 @@ def junction_of(computed: ComputedBlocks, index: PrefixIndex) -> int | None:
     shared = [
         computed.boundary_by_group[group.name]
         for group in index.groups
-        if group.kind is GroupKind.ATTENTION and group.prefix != "none"
+        if not group.is_state and group.prefix != "none"
     ]
     has_state = any(group.is_state for group in index.groups)
     return shared[0] if has_state and shared and shared[0] > computed.boundary else None

@@ -22,9 +22,12 @@ class PlannedBoundaries:
             block_hash = request.block_hashes[boundary // self._unit - 1]
             self._hashes.setdefault(boundary, set()).add(block_hash)
 
-    def longer_than(self, hit: int, hashes: Sequence[BlockHash], num_tokens: int) -> bool:
-        """Whether a planned boundary on the chain `hashes` lies beyond `hit` and below the last of `num_tokens`."""
-        return any(
-            hit < boundary < num_tokens and hashes[boundary // self._unit - 1] in planned
-            for boundary, planned in self._hashes.items()
+    def longest(self, hit: int, hashes: Sequence[BlockHash], num_tokens: int) -> int:
+        """The largest planned boundary on the chain `hashes` beyond `hit` and below the last of `num_tokens`, or 0."""
+        return max(
+            (b for b in self._hashes if hit < b < num_tokens and self.has(b, hashes[b // self._unit - 1])), default=0
         )
+
+    def has(self, boundary: int, block_hash: BlockHash) -> bool:
+        """Whether a running request plans to keep a state at this boundary of this chain."""
+        return block_hash in self._hashes.get(boundary, ())

@@ -167,8 +167,10 @@ class Scheduler:
                 break
             if solo is not None and request.request_id != solo:
                 continue
+            if solo is None and self._still_waits(request, planned):
+                continue
             computed, boundary, report = self.manager.get_computed_blocks(request)
-            if solo is None and self._waits(request, boundary, planned):
+            if solo is None and self._starts_to_wait(request, boundary, planned):
                 continue
             num_tokens = self._admit(request, computed, report, budget, solo)
             if num_tokens is None:
@@ -177,14 +179,21 @@ class Scheduler:
             scheduled[request] = num_tokens
             budget -= num_tokens
 
-    def _waits(self, request: Request, hit: int, planned: PlannedBoundaries) -> bool:
-        if request.num_wait_steps >= self.config.prefix_wait_steps:
+    def _starts_to_wait(self, request: Request, hit: int, planned: PlannedBoundaries) -> bool:
+        request.awaited_boundary = planned.longest(hit, request.block_hashes, request.num_tokens)
+        return self._still_waits(request, planned)
+
+    def _still_waits(self, request: Request, planned: PlannedBoundaries) -> bool:
+        """Whether a running request is still going to commit the boundary this one waits for; needs no lookup."""
+        boundary = request.awaited_boundary
+        if not boundary or request.num_wait_steps >= self.config.prefix_wait_steps:
             return False
-        waits = planned.longer_than(hit, request.block_hashes, request.num_tokens)
-        if waits:
-            request.num_wait_steps += 1
-            self.counters["num_prefix_wait_steps"] += 1
-        return waits
+        if not planned.has(boundary, request.block_hashes[boundary // self._unit - 1]):
+            request.awaited_boundary = 0
+            return False
+        request.num_wait_steps += 1
+        self.counters["num_prefix_wait_steps"] += 1
+        return True
 
     def _admit(
         self, request: Request, computed: ComputedBlocks, report: HitReport, budget: int, solo: str | None
@@ -310,7 +319,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        request.num_wait_steps = 0
+        request.num_wait_steps = request.awaited_boundary = 0
         insort(self.waiting, request, key=_order)
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> list[RequestUpdate]:
