@@ -16,6 +16,7 @@ from dalsegno.testing.fake_worker import FakeClock, FakeWorker
 from dalsegno.types import CachePart, GroupKind, LayerCacheSpec
 
 MODEL_LENGTH = 512
+NUM_SLABS = 400
 VOCAB_SIZE = 400
 IM_END = 2
 SPECS = [
@@ -64,10 +65,10 @@ def small_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def build_stand_in(options: EngineOptions, tokenizer: Tokenizer | None, num_slabs: int = 400) -> Engine:
+def build_stand_in(options: EngineOptions, tokenizer: Tokenizer | None) -> Engine:
     """Everything `build_engine` makes, on the fake worker."""
     config, cache_config = options.scheduler_config(MODEL_LENGTH), options.cache_config()
-    layout = plan_layout(SPECS, cache_config, num_slabs=num_slabs)
+    layout = plan_layout(SPECS, cache_config, num_slabs=NUM_SLABS)
     clock = FakeClock()
     worker = FakeWorker(layout, clock, vocab_size=VOCAB_SIZE)
     core = EngineCore(worker, clock, layout, cache_config, config, debug=True)

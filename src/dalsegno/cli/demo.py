@@ -4,6 +4,7 @@ Every turn's prompt is the rendering of the recorded messages so far, so each on
 are the tiny model's own babble; what counts is that caching does not change them.
 """
 
+import functools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from dalsegno.engine.llm import LLM
     from dalsegno.engine.outputs import RequestOutput
 
-__all__ = ["DemoTurn", "play_conversation", "run_demo"]
+__all__ = ["DemoTurn", "compare_turns", "report", "run_demo"]
 
-KIND = "qwen3-next"
+_KIND = "qwen3-next"
+_PLAIN_WIDTH = 140
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +38,18 @@ class DemoTurn:
 
     @property
     def same_answer(self) -> bool:
-        """Whether caching changed nothing."""
-        return self.cold.outputs[0].token_ids == self.warm.outputs[0].token_ids
+        """Whether both gave an answer, and caching changed nothing."""
+        cold, warm = self.cold.outputs[0], self.warm.outputs[0]
+        return cold.error is None and warm.error is None and cold.token_ids == warm.token_ids
 
 
-def run_demo(
-    *, session: int = 0, max_tokens: int = 16, llm_factory: "Callable[..., LLM] | None" = None, width: int | None = None
-) -> int:
+def run_demo(*, session: int = 0, max_tokens: int = 16, llm_factory: "Callable[..., LLM] | None" = None) -> int:
     """Build a tiny model, play a conversation twice, print the comparison.
 
     Args:
         session: which recorded conversation, where a folder of them is named.
         max_tokens: tokens per answer.
         llm_factory: makes the engines, called as `LLM(model, **options)`; `LLM` itself by default.
-        width: of the table in characters; the terminal's by default.
 
     Returns:
         The exit status: 0, or 1 if an answer differs.
@@ -59,27 +59,45 @@ def run_demo(
     """
     conversation = load_conversation(session)
     with tempfile.TemporaryDirectory(prefix="dalsegno-demo-") as folder:
-        model = Path(folder) / KIND
-        with _status(f"building a tiny {KIND} model"):
+        model = Path(folder) / _KIND
+        with _status(f"building a tiny {_KIND} model"):
             from dalsegno.engine.llm import LLM
             from dalsegno.models.tiny import make_tiny_model
 
-            make_tiny_model(KIND, model)
+            make_tiny_model(_KIND, model)
         factory = LLM if llm_factory is None else llm_factory
-        played: list[list[RequestOutput]] = []
-        for caching in (False, True):
-            with factory(model, enable_prefix_caching=caching) as llm:
-                played.append(play_conversation(llm, conversation, max_tokens, "on" if caching else "off"))
-                llm.verify()
-    turns = [DemoTurn(cold, warm) for cold, warm in zip(*played, strict=True)]
-    _report(conversation, turns, Console(width=width or (None if sys.stdout.isatty() else 140)))
+        turns = compare_turns(functools.partial(factory, model), conversation, max_tokens)
+    return report(conversation, turns)
+
+
+def compare_turns(
+    llm_factory: "Callable[..., LLM]", conversation: RecordedConversation, max_tokens: int
+) -> list[DemoTurn]:
+    """Play a conversation with caching off, then on, each with an engine of its own.
+
+    Args:
+        llm_factory: makes an engine, called with `enable_prefix_caching`.
+        conversation: its answers are not compared with, they only lead to the next turn.
+        max_tokens: tokens per answer.
+    """
+    played: list[list[RequestOutput]] = []
+    for caching in (False, True):
+        with llm_factory(enable_prefix_caching=caching) as llm:
+            played.append(_play(llm, conversation, max_tokens, "on" if caching else "off"))
+            llm.verify()
+    return [DemoTurn(cold, warm) for cold, warm in zip(*played, strict=True)]
+
+
+def report(conversation: RecordedConversation, turns: list[DemoTurn]) -> int:
+    """Print the comparison to stdout; return the exit status, 1 if an answer differs."""
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console.print(_table(conversation, turns))
+    console.print(_summary(turns))
     return 0 if all(turn.same_answer for turn in turns) else 1
 
 
-def play_conversation(
-    llm: "LLM", conversation: RecordedConversation, max_tokens: int, label: str = ""
-) -> "list[RequestOutput]":
-    """Answer every turn of a conversation, greedily, one after the other."""
+def _play(llm: "LLM", conversation: RecordedConversation, max_tokens: int, label: str) -> "list[RequestOutput]":
+    """Answer every turn, greedily, one after the other."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     # The first steps of a process are slow for reasons of their own; under a salt they leave nothing behind to hit.
     llm.generate({"prompt": "warm-up " * 40, "cache_salt": "warm-up"}, params, use_tqdm=False)
@@ -92,7 +110,7 @@ def play_conversation(
     return outputs
 
 
-def _report(conversation: RecordedConversation, turns: list[DemoTurn], console: Console) -> None:
+def _table(conversation: RecordedConversation, turns: list[DemoTurn]) -> Table:
     table = Table(title=f"{conversation.name}, {len(turns)} turns", title_justify="left")
     headings = ("turn", "prompt tokens", "cached", "prefilled", "first token, off", "first token, on")
     for heading in headings:
@@ -110,8 +128,7 @@ def _report(conversation: RecordedConversation, turns: list[DemoTurn], console: 
             "yes" if turn.same_answer else "[bold red]NO[/]",
             _reasons(turn.warm),
         )
-    console.print(table)
-    console.print(_summary(turns))
+    return table
 
 
 def _summary(turns: list[DemoTurn]) -> str:
@@ -129,7 +146,7 @@ def _summary(turns: list[DemoTurn]) -> str:
     )
     return (
         f"{num_cached} of {num_prompt} prompt tokens ({100 * num_cached / num_prompt:.1f} %) came from the cache. "
-        f"All first tokens together took {cold:.2f} s without it and {warm:.2f} s with it. {verdict}"
+        f"All first tokens together took {cold:.2f} s without it and {warm:.2f} s with it.\n{verdict}"
     )
 
 

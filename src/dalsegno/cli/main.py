@@ -65,10 +65,12 @@ def _settings(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log the start-up plan and other details.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Log warnings only; the start-up plan is not shown.")
+    ] = False,
 ) -> None:
     del version
-    log_to_stderr(logging.INFO if verbose else logging.WARNING)
+    log_to_stderr(logging.WARNING if quiet else logging.INFO)
 
 
 @app.command()
@@ -127,4 +129,5 @@ def demo(
     """Play a conversation on a tiny model, caching off and on; fails if an answer differs."""
     from dalsegno.cli.demo import run_demo
 
+    log_to_stderr(logging.WARNING)
     raise typer.Exit(run_demo(session=session, max_tokens=max_tokens))

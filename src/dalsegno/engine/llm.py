@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from dalsegno.engine.build import Engine, build_engine
 from dalsegno.engine.chat import list_conversations, parse_conversation, render_conversation
+from dalsegno.engine.core import EngineCore
 from dalsegno.engine.front_end import FrontEnd
 from dalsegno.engine.inputs import Prompt, PromptLike, list_prompts
 from dalsegno.engine.options import EngineOptions, option_specs
@@ -154,13 +155,18 @@ class LLM:
         """The keyword arguments of `get_default_sampling_params`."""
         return dict(self._open_engine().sampling_defaults)
 
+    @property
+    def core(self) -> EngineCore:
+        """The engine core, for tools that look inside; requests go in through the methods above."""
+        return self._open_engine().core
+
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; return False, with nothing changed, while requests are running."""
-        return self._open_engine().core.reset_prefix_cache()
+        return self.core.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
         """Return the engine's counters since the start, and what is in use at this moment, by name."""
-        return self._open_engine().core.stats()
+        return self.core.stats()
 
     def verify(self) -> None:
         """Recompute every count of the cache from first principles.
@@ -168,7 +174,7 @@ class LLM:
         Raises:
             AssertionError: one of them is wrong; the message names it.
         """
-        self._open_engine().core.verify()
+        self.core.verify()
 
     def close(self) -> None:
         """Give back the memory; unfinished requests are dropped. A second call does nothing."""
