@@ -52,6 +52,7 @@ class Request:
         prefill_target: tokens known at the last admission; computing up to there is prefill.
         num_states_kept: boundary states published for this request.
         num_prefilled_tokens: tokens computed in prefill as the worker counted, after preemptions too.
+        packed: it ran out of room with nothing beside it; from now on it runs alone and packed, see `RequestBlocks`.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class Request:
     num_prefilled_tokens: int = 0
     num_preemptions: int = 0
     num_wait_steps: int = 0
+    packed: bool = False
     awaited_boundary: int = 0
     order: tuple[int, int] = (0, 0)
     first_token_time: float | None = None

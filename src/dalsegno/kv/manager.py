@@ -117,6 +117,7 @@ class KVCacheManager:
         computed: ComputedBlocks | None = None,
         *,
         room_for_tokens: int = 0,
+        packed: bool = False,
     ) -> RequestBlocks | None:
         """Give the request what it needs to compute `new_tokens` more tokens.
 
@@ -128,12 +129,14 @@ class KVCacheManager:
             new_tokens: tokens the next step computes.
             computed: a still valid hit, on admission only.
             room_for_tokens: on admission, tokens that must find room although they are not allocated yet.
+            packed: on admission without a hit and with no other request admitted, see `RequestBlocks`.
 
         Returns:
             The request's blocks, or None: no room, and nothing has changed.
         """
         if computed is not None:
-            return self._admit(request, new_tokens, computed, max(room_for_tokens, computed.boundary + new_tokens))
+            room_for_tokens = max(room_for_tokens, computed.boundary + new_tokens)
+            return self._admit(request, new_tokens, computed, room_for_tokens, packed)
         blocks = self.requests[request.request_id]
         needs = [0] * len(self.layout.groups)
         for group in self.paged:
@@ -340,10 +343,12 @@ class KVCacheManager:
         extend_block_hashes(request.root_hash, request.block_hashes, request.token_ids, self.unit)
 
     def _admit(
-        self, request: Request, new_tokens: int, computed: ComputedBlocks, room_for_tokens: int
+        self, request: Request, new_tokens: int, computed: ComputedBlocks, room_for_tokens: int, packed: bool
     ) -> RequestBlocks | None:
         assert request.request_id not in self.requests, f"{request.request_id} is admitted twice"
         boundary = computed.boundary
+        assert not packed or not (self.requests or boundary), f"{request.request_id} is packed beside something else"
+        self.pool.packs = packed
         self._pin_hit(computed)
         needs = [0] * len(self.layout.groups)
         room = list(needs)
@@ -367,6 +372,7 @@ class KVCacheManager:
             self._unpin_hit(computed)
             return None
         blocks = RequestBlocks(tables=[[] for _ in needs], state=None, planned=[], resumed=boundary, published=boundary)
+        blocks.packed = packed
         blocks.window_released = [0] * len(needs)
         for group in self.paged:
             group_id, size = group.spec.group_id, group.spec.block_size
@@ -389,18 +395,12 @@ class KVCacheManager:
         return blocks
 
     def _pin_hit(self, computed: ComputedBlocks) -> None:
-        for group_id, table in enumerate(computed.tables):
-            for block in table:
-                self.pool.pin(group_id, block)
-        if self.state is not None:
-            self.pool.pin(self.state.group_id, computed.state_block)
+        for group_id, block in computed.blocks():
+            self.pool.pin(group_id, block)
 
     def _unpin_hit(self, computed: ComputedBlocks) -> None:
-        for group_id, table in enumerate(computed.tables):
-            for block in table:
-                self.pool.unpin(group_id, block, used=False)
-        if self.state is not None:
-            self.pool.unpin(self.state.group_id, computed.state_block, used=False)
+        for group_id, block in computed.blocks():
+            self.pool.unpin(group_id, block, used=False)
 
     def _share(
         self,
@@ -434,6 +434,8 @@ class KVCacheManager:
         """One more state block for a wish, or None."""
         assert self.state is not None, "a state was wished for without a state group"
         assert blocks.state is not None, "a state was wished for by a request without state blocks"
+        if blocks.packed:
+            return None
         wish = [0] * len(self.layout.groups)
         wish[self.state.group_id] = 1
         near = [NULL_BLOCK] * len(wish)
@@ -456,7 +458,8 @@ class KVCacheManager:
         end = after - after % self.unit
         for group in self.paged:
             table = blocks.tables[group.spec.group_id]
-            group.publish(table, request.root_hash, request.block_hashes, blocks.published, end)
+            hashes, adopt = request.block_hashes, not blocks.packed
+            group.publish(table, request.root_hash, hashes, blocks.published, end, adopt=adopt)
         blocks.published = end
         done = [boundary for boundary in blocks.planned if boundary <= after]
         del blocks.planned[: len(done)]

@@ -35,11 +35,20 @@ class PagedGroup:
             return blocks
         return min(blocks, self.num_blocks(self.spec.window - 1 + step_tokens) + 1)
 
-    def publish(self, table: list[int], root: BlockHash, hashes: Sequence[BlockHash], start: int, end: int) -> None:
+    def publish(
+        self,
+        table: list[int],
+        root: BlockHash,
+        hashes: Sequence[BlockHash],
+        start: int,
+        end: int,
+        *,
+        adopt: bool = True,
+    ) -> None:
         """Let the table's blocks vouch for the boundaries in `(start, end]`, multiples of H; their bytes are written.
 
         A block that turns out full under a hash another block has already is dropped: the table adopts the published
-        one. Modifies the table.
+        one, unless `adopt` is off. Modifies the table.
         """
         if self.spec.prefix == "none":
             return
@@ -50,7 +59,7 @@ class PagedGroup:
             if block == NULL_BLOCK:
                 continue
             published = self._index.publish(group, root, hashes, boundary, block)
-            if published != block and boundary % size == 0:
+            if adopt and published != block and boundary % size == 0:
                 self._pool.pin(group, published)
                 table[position] = published
                 self._pool.unpin(group, block)

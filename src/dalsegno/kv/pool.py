@@ -26,7 +26,8 @@ class SlabPool:
     """All blocks of the device. Owns references and slab bindings; knows nothing of requests.
 
     Used on the engine thread only. `on_fill(group, blocks)`, if set, is called for blocks that hold nothing worth
-    keeping: when they are handed out and when they become free.
+    keeping: when they are handed out and when they become free. While `packs` is set, no slab is taken that open blocks
+    could spare.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class SlabPool:
         self.references: list[dict[int, int]] = [{} for _ in self._k]
         self.open = [0] * len(self._k)
         self.reclaimable = layout.num_slabs - 1
+        self.packs = False
         self.num_evicted = 0
         self.bound = [_UNBOUND] * layout.num_slabs
         self._held = [0] * layout.num_slabs
@@ -139,7 +141,7 @@ class SlabPool:
         if slab and self.bound[slab] == group and self._held[slab] and self._free[slab]:
             return self._take(group, self._free[slab][-1])
         spare = self.reclaimable - self.slabs_needed(left)
-        if spare <= self.slab_reserve:
+        if self.packs or spare <= self.slab_reserve:
             block = self._open_block(group)
             if block is not None:
                 return self._take(group, block)

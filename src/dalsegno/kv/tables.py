@@ -1,6 +1,6 @@
 """What one admitted request holds: block tables, its state blocks, and what its next step reads besides them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dalsegno.types import NULL_BLOCK, BlockCopy, BlockHash, StateExport
@@ -26,6 +26,12 @@ class ComputedBlocks:
     root: BlockHash
     hashes: Sequence[BlockHash]
     boundary_by_group: dict[str, int]
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Iterate over (group, block) of all that restores the boundary; a state group is the last one."""
+        for group_id, table in enumerate(self.tables):
+            yield from ((group_id, block) for block in table)
+        yield len(self.tables) - 1, self.state_block
 
 
 @dataclass(slots=True)
@@ -79,6 +85,8 @@ class RequestBlocks:
         published: see above.
         copies: copies the next step starts with; each carries a reference on its source.
         window_released: per group, table entries given back because they left the window.
+        packed: the request takes no more slabs than `KVCacheManager.slabs_alone` counts, so that it cannot run out of
+            room: no hit and no adopted block, which may lie anywhere, no wishes, and open blocks before new slabs.
         handed_off: tokens whose full blocks were handed to the connector.
         hand_offs: (group, block, boundary), each with a reference, not yet taken by the connector.
     """
@@ -90,5 +98,6 @@ class RequestBlocks:
     published: int = 0
     copies: list[BlockCopy] = field(default_factory=list)
     window_released: list[int] = field(default_factory=list)
+    packed: bool = False
     handed_off: int = 0
     hand_offs: list[tuple[int, int, int]] = field(default_factory=list)

@@ -149,6 +149,8 @@ class Scheduler:
                 preempted = True
                 self._preempt(victim)
                 if victim is request:
+                    # Alone and out of room: it held more slabs than it needs. It starts over, packed, and cannot fail.
+                    request.packed = not self.running
                     break
             else:
                 scheduled[request] = num_tokens
@@ -163,7 +165,7 @@ class Scheduler:
         for request in self.running:
             planned.add(request, self.manager.planned_boundaries(request))
         for request in list(self.waiting):
-            if budget == 0 or (len(self.running) >= self.config.max_num_seqs and solo is None):
+            if budget == 0 or (solo is None and self._is_full()):
                 break
             if solo is not None and request.request_id != solo:
                 continue
@@ -172,12 +174,18 @@ class Scheduler:
             computed, boundary, report = self.manager.get_computed_blocks(request)
             if solo is None and self._starts_to_wait(request, boundary, planned):
                 continue
+            if request.packed:
+                computed = self.manager.truncate_computed_blocks(computed, 0)
             num_tokens = self._admit(request, computed, report, budget, solo)
             if num_tokens is None:
                 break
             planned.add(request, self.manager.planned_boundaries(request))
             scheduled[request] = num_tokens
             budget -= num_tokens
+
+    def _is_full(self) -> bool:
+        """Whether nothing may be admitted beside what runs."""
+        return len(self.running) >= self.config.max_num_seqs or any(request.packed for request in self.running)
 
     def _starts_to_wait(self, request: Request, hit: int, planned: PlannedBoundaries) -> bool:
         request.awaited_boundary = planned.longest(hit, request.block_hashes, request.num_tokens)
@@ -207,7 +215,9 @@ class Scheduler:
             alone = not self.running
             num_tokens = self._chunk(request, computed.boundary, budget)
             room = self._most_tokens(request) if alone else request.num_tokens
-            if self.manager.allocate_slots(request, num_tokens, computed, room_for_tokens=room) is not None:
+            if (alone or not request.packed) and self.manager.allocate_slots(
+                request, num_tokens, computed, room_for_tokens=room, packed=request.packed
+            ):
                 break
             if alone and computed.boundary:
                 computed = self.manager.truncate_computed_blocks(computed, computed.boundary - self._unit)
@@ -293,7 +303,7 @@ class Scheduler:
     def _start_sibling(self, request: Request, sibling: Request) -> None:
         sibling.root_hash, sibling.block_hashes = request.root_hash, list(request.block_hashes)
         sibling.prefill_target = request.prefill_target
-        if len(self.running) < self.config.max_num_seqs and self.manager.fork(request, sibling):
+        if not self._is_full() and self.manager.fork(request, sibling):
             sibling.status = RequestStatus.RUNNING
             insort(self.running, sibling, key=_order)
         else:

@@ -92,9 +92,9 @@ def _published_at_schedule_time(core: EngineCore) -> None:
     allocate = manager.allocate_slots
 
     def allocate_and_publish(
-        request: Request, new_tokens: int, computed: ComputedBlocks | None = None, *, room_for_tokens: int = 0
+        request: Request, new_tokens: int, computed: ComputedBlocks | None = None, **options: Any
     ) -> RequestBlocks | None:
-        blocks = allocate(request, new_tokens, computed, room_for_tokens=room_for_tokens)
+        blocks = allocate(request, new_tokens, computed, **options)
         if blocks is not None:
             written = (request.num_computed_tokens + new_tokens) // manager.unit
             end = min(written, len(request.block_hashes)) * manager.unit
