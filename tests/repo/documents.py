@@ -18,15 +18,17 @@ def unlisted_modules(page: str, modules: Iterable[Module]) -> list[str]:
 
 
 def unknown_names(page: str, modules: Iterable[Module], files: Iterable[str]) -> list[str]:
-    """Return the Python files and `dalsegno.…` names a page gives in backticks that do not exist.
+    """Return the Python files, test folders and `dalsegno.…` names a page gives in backticks that do not exist.
 
     A file is given relative to the package or to the repository.
     """
     known_files = set(files)
+    folders = {file.rpartition("/")[0] for file in known_files}
     by_name = {m.name: m for m in modules}
     known_files |= {m.path.split("dalsegno/", 1)[-1] for m in by_name.values()}
     spans = _SPANS.findall(page)
     found = [span for span in spans if re.fullmatch(r"[\w/]+\.py", span) and span not in known_files]
+    found += [span for span in spans if re.fullmatch(r"tests/\w+", span) and span not in folders]
     dotted = [span for span in spans if re.fullmatch(r"dalsegno(\.\w+)+", span)]
     return found + [span for span in dotted if not _resolves(span.removeprefix("dalsegno."), by_name)]
 

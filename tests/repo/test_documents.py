@@ -54,15 +54,11 @@ def test_an_unlisted_module_is_found() -> None:
 
 
 def test_a_name_that_does_not_exist_is_found() -> None:
-    page = "`kv/pool.py` `tests/conftest.py` `dalsegno.kv.pool` `dalsegno.kv.pool.Pool` `dalsegno.kv` `pool.free()`"
-    assert unknown_names(page, SAMPLE, ["tests/conftest.py"]) == []
-    page = "`kv/gone.py` `dalsegno.kv.gone` `dalsegno.kv.pool.Gone` `dalsegno.gone`"
-    assert unknown_names(page, SAMPLE, []) == [
-        "kv/gone.py",
-        "dalsegno.kv.gone",
-        "dalsegno.kv.pool.Gone",
-        "dalsegno.gone",
-    ]
+    page = "`kv/pool.py` `tests/kv` `dalsegno.kv.pool` `dalsegno.kv.pool.Pool` `dalsegno.kv` `pool.free()`"
+    assert unknown_names(page, SAMPLE, ["tests/kv/test_pool.py"]) == []
+    gone = ["kv/gone.py", "tests/gone", "dalsegno.kv.gone", "dalsegno.kv.pool.Gone", "dalsegno.gone"]
+    page = " ".join(f"`{name}`" for name in gone)
+    assert unknown_names(page, SAMPLE, []) == gone
 
 
 def test_a_make_target_that_does_not_exist_is_found() -> None:
