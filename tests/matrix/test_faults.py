@@ -10,6 +10,7 @@ from tests.matrix.test_switch_matrix import backend_of, prompt_lengths, referenc
 from tests.matrix.workload import Cell, run_cell
 
 TELLTALE: dict[str, Cell] = {
+    "chunk_end_state_under_boundary": Cell(pool="need", budget=64),
     "copy_skipped": Cell(block_size=64),
     "preempted_state_one_unit_off": Cell(preempt_every=3, budget=64),
     "shared_tail_written": Cell(block_size=64),
