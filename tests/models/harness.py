@@ -51,7 +51,7 @@ class ModelRunner:
         self.tables = [ids[row * per_row : (row + 1) * per_row] for row in range(num_rows)]
         self.states = [BLOCKS_PER_SLAB + row for row in range(num_rows)]
         self.fresh = [True] * num_rows
-        self.spares = [[BLOCKS_PER_SLAB + num_rows * (slot + 1) + row for slot in range(spare)] for row in range(num_rows)]
+        self.spares = [[state + num_rows * (slot + 1) for slot in range(spare)] for state in self.states]
         self.specs: list[LayerCacheSpec] = model.cache_specs()
         paged_slabs = -(-(num_rows * per_row) // BLOCKS_PER_SLAB) + 1
         state_slabs = -(-(num_rows * (spare + 1)) // BLOCKS_PER_SLAB) + 1

@@ -74,7 +74,8 @@ class Attention(nn.Module):
         output = paged_attention(query, key, value, cache, dim**-0.5)
         if gate is not None:
             output = output * gate.sigmoid()
-        return self.o_proj(output.reshape(num_tokens, -1))  # type: ignore[no-any-return]
+        projected: Tensor = self.o_proj(output.reshape(num_tokens, -1))
+        return projected
 
     def cache_spec(self, layer: int) -> LayerCacheSpec:
         """Return what the layer keeps: per token one key and one value."""

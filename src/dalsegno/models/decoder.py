@@ -125,7 +125,8 @@ class Decoder(CausalLM):
         rotation = self.rotary(batch.positions)
         for layer, cache in zip(self.layers, batch.layers, strict=True):
             hidden = layer(hidden, rotation, cache)
-        return self.final_norm(hidden)  # type: ignore[no-any-return]
+        normed: Tensor = self.final_norm(hidden)
+        return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return `[N, vocab_size]` float32."""

@@ -24,7 +24,7 @@ def read_head_shape(fields: ConfigFields, default_head_dim: int | None = None) -
 
 
 def read_decoder_config(
-    fields: ConfigFields, norm: type[RMSNorm], head_dim: int, default_partial_rotary: float = 1.0
+    fields: ConfigFields, norm: type[RMSNorm], head_dim: int, default_partial_rotary: float | None = None
 ) -> DecoderConfig:
     """Read the fields of `DecoderConfig`, and refuse an activation other than SiLU."""
     fields.choice("hidden_act", ("silu",), "silu")

@@ -90,11 +90,12 @@ class GatedDeltaNet(nn.Module):
             part="recurrent",
         )
         output = self.norm(output.to(hidden.dtype), gate.unflatten(-1, (heads, config.value_dim)))
-        return self.out_proj(output.reshape(num_tokens, -1))  # type: ignore[no-any-return]
+        projected: Tensor = self.out_proj(output.reshape(num_tokens, -1))
+        return projected
 
     def _key_heads(self, channels: Tensor) -> Tensor:
         """Normalise `[T, key_size]` per head and repeat each head for its value heads: `[T, Hv, key_dim]`."""
-        heads = channels.unflatten(-1, (self.config.num_key_heads, self.config.key_dim)).float()
+        heads: Tensor = channels.unflatten(-1, (self.config.num_key_heads, self.config.key_dim)).float()
         heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _NORM_EPS)
         return heads.repeat_interleave(self.config.num_value_heads // self.config.num_key_heads, dim=1)
 

@@ -94,7 +94,8 @@ class GatedMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[T, hidden] -> [T, hidden]`."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        return self.down_proj(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        output: Tensor = self.down_proj(functional.silu(gate) * up)
+        return output
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         """Return gate, up and down projections."""

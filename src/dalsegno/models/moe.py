@@ -47,8 +47,8 @@ class MixtureOfExperts(nn.Module):
         weights, experts = torch.topk(scores.softmax(-1, dtype=torch.float32), self.config.experts_per_token, dim=-1)
         if self.config.normalise_top:
             weights = weights / weights.sum(-1, keepdim=True)
-        routed = self._routed(hidden, experts, weights.to(hidden.dtype))
-        return routed + shared_gate.sigmoid() * self.shared_expert(hidden)  # type: ignore[no-any-return]
+        shared: Tensor = shared_gate.sigmoid() * self.shared_expert(hidden)
+        return shared + self._routed(hidden, experts, weights.to(hidden.dtype))
 
     def _routed(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; `experts` and `weights` are `[T, k]`."""
@@ -59,7 +59,8 @@ class MixtureOfExperts(nn.Module):
         rows = functional.grouped_mm(functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
         outputs = torch.empty_like(rows)
         outputs[order] = rows
-        return (outputs.unflatten(0, weights.shape) * weights[..., None]).sum(1)
+        outputs = outputs.view(*weights.shape, -1) * weights[..., None]
+        return outputs.sum(1)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         """Return router, experts one by one, shared expert and its gate."""

@@ -75,8 +75,8 @@ def read_dtype(path: Path) -> torch.dtype:
     """
     config = read_config(path)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
-        raise CheckpointError(f"{path / 'config.json'}: dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointError(f"{path}: config.json has dtype {name!r}; supported: {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -44,8 +44,13 @@ class RopeConfig:
     truncate: bool = True
 
 
-def read_rope_config(fields: ConfigFields, head_dim: int, default_partial: float = 1.0) -> RopeConfig:
+def read_rope_config(fields: ConfigFields, head_dim: int, default_partial: float | None = None) -> RopeConfig:
     """Read `rope_parameters`, or the older `rope_scaling`, `rope_theta` and `partial_rotary_factor`.
+
+    Args:
+        fields: the whole config.
+        head_dim: dimensions of a head.
+        default_partial: the family's share of rotated dimensions; None if the family always rotates whole heads.
 
     Raises:
         CheckpointError: a type or value that is not supported.
@@ -58,10 +63,7 @@ def read_rope_config(fields: ConfigFields, head_dim: int, default_partial: float
     type_name = "rope_type" if "rope_type" in section else "type"
     rope_type = section.choice(type_name, _TYPES, "default")
     theta = _first(section, fields, "rope_theta").number("rope_theta", _DEFAULT_THETA)
-    partial = _first(section, fields, "partial_rotary_factor").number("partial_rotary_factor", default_partial)
-    rotary_dim = int(head_dim * partial)
-    if partial > 1.0 or rotary_dim < 2 or rotary_dim % 2:
-        raise fields.error("partial_rotary_factor", partial, f"such that an even part of head_dim={head_dim} is rotated")
+    rotary_dim = _read_rotary_dim(_first(section, fields, "partial_rotary_factor"), head_dim, default_partial)
     base = RopeConfig(rotary_dim, theta)
     if rope_type == "default":
         return base
@@ -76,6 +78,17 @@ def read_rope_config(fields: ConfigFields, head_dim: int, default_partial: float
 
 def _first(section: ConfigFields, fields: ConfigFields, name: str) -> ConfigFields:
     return section if name in section else fields
+
+
+def _read_rotary_dim(owner: ConfigFields, head_dim: int, default_partial: float | None) -> int:
+    name = "partial_rotary_factor"
+    partial = owner.number(name, 1.0 if default_partial is None else default_partial)
+    if default_partial is None and partial != 1.0:
+        raise owner.error(name, partial, "1 in this family")
+    rotary_dim = int(head_dim * partial)
+    if partial > 1.0 or rotary_dim < 2 or rotary_dim % 2:
+        raise owner.error(name, partial, f"an even part of head_dim={head_dim}")
+    return rotary_dim
 
 
 def _original_length(section: ConfigFields, fields: ConfigFields) -> float:

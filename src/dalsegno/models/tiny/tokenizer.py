@@ -5,6 +5,8 @@ version ships other text and may give other merges.
 """
 
 import ast
+import functools
+import itertools
 import json
 import sys
 import sysconfig
@@ -20,7 +22,7 @@ VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Special tokens in the order of their ids, from 0."""
 
-_MOST_CHARACTERS = 1_500_000
+_MOST_CHARACTERS = 800_000
 _MODEL_LENGTH = 32768
 _TEMPLATE_FILE = "chat_template.jinja"
 
@@ -31,6 +33,16 @@ def write_tokenizer(directory: Path) -> None:
     Raises:
         CheckpointError: this Python ships too little text to train on.
     """
+    (directory / "tokenizer.json").write_text(_trained_tokenizer(), encoding="utf-8")
+    config = json.dumps(_tokenizer_config(), indent=2, sort_keys=True) + "\n"
+    (directory / "tokenizer_config.json").write_text(config, encoding="utf-8")
+    template = Path(__file__).with_name(_TEMPLATE_FILE).read_text(encoding="utf-8")
+    (directory / _TEMPLATE_FILE).write_text(template, encoding="utf-8")
+
+
+@functools.cache
+def _trained_tokenizer() -> str:
+    """Return tokenizer.json; trained once per process, since it takes seconds and is the same for every kind."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -48,11 +60,7 @@ def write_tokenizer(directory: Path) -> None:
             f"the text that ships with {sys.executable} gives {tokenizer.get_vocab_size()} tokens, {VOCAB_SIZE} are"
             " needed; use a Python whose standard library has its source files"
         )
-    tokenizer.save(str(directory / "tokenizer.json"))
-    config = json.dumps(_tokenizer_config(), indent=2, sort_keys=True) + "\n"
-    (directory / "tokenizer_config.json").write_text(config, encoding="utf-8")
-    template = Path(__file__).with_name(_TEMPLATE_FILE).read_text(encoding="utf-8")
-    (directory / _TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    return tokenizer.to_str(pretty=False)
 
 
 def _tokenizer_config() -> dict[str, Any]:
@@ -70,7 +78,7 @@ def _tokenizer_config() -> dict[str, Any]:
 def _training_texts() -> Iterator[str]:
     """Yield the language reference of pydoc, the docstrings of the standard library, and some of its source."""
     left = _MOST_CHARACTERS
-    for text in (*_pydoc_topics(), *_library_texts()):
+    for text in itertools.chain(_pydoc_topics(), _library_texts()):
         yield text[:left]
         left -= len(text)
         if left <= 0:

@@ -18,23 +18,32 @@ Array = NDArray[np.float32]
 _SHORTEST_HALF_LIFE = 8.0
 _LONGEST_HALF_LIFE = 512.0
 
-# Standard deviation of what a linear map gives for an input of unit size.
-_GAINS = {
-    "q_proj": 1.4,
-    "k_proj": 1.4,
+# Standard deviation of what a linear map gives for an input of unit size. Too little from the mixers, and the answer
+# echoes the last token whatever the caches hold; too much, and every answer runs into the same few tokens.
+_DENSE_GAINS = {
+    "q_proj": 1.7,
+    "k_proj": 1.7,
     "v_proj": 1.0,
-    "o_proj": 1.0,
+    "o_proj": 1.2,
     "gate_proj": 1.0,
     "up_proj": 1.0,
-    "down_proj": 1.0,
+    "down_proj": 1.2,
+    "lm_head": 3.0,
+}
+# One layer in four attends, and half of what it says is gated away: its output has to speak up.
+_HYBRID_GAINS = _DENSE_GAINS | {
+    "o_proj": 3.0,
+    "down_proj": 0.5,
     "in_proj_qkvz": 1.0,
     "in_proj_ba": 0.32,
     "conv1d": 1.0,
-    "out_proj": 1.0,
+    "out_proj": 1.5,
     "shared_expert_gate": 1.0,
-    "lm_head": 3.0,
 }
-_HEAD_NORM = 1.4
+# Queries and keys stay in the linear part of SiLU: keys with a common mean overlap, and overwrite each other's values.
+_CONV_KEY_GAIN = 0.5
+# Scores with this much spread (squared) pick a few tokens out of hundreds instead of averaging over all.
+_HEAD_NORM = 1.7
 
 # The router reads a few dimensions of the residual stream that only the embedding writes, one per expert: which experts
 # a token meets depends on the token alone, and the margin of the choice is far above rounding. A router on ordinary
@@ -66,17 +75,24 @@ def _tensor(name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: 
         return np.zeros(shape, np.float32)
     if kind == "dt_bias":
         return _dt_bias(shape[0])
-    if kind.endswith("norm") or kind.endswith("layernorm"):
+    if kind.endswith("norm"):
         return _norm_weight(kind, shape, config)
     if kind == "gate":
         return _router(stream, shape)
     noise = stream.standard_normal(shape, np.float32)
     if kind == "embed_tokens":
         return _with_expert_order(noise, stream, config)
-    weight = noise * np.float32(_GAINS[kind] / math.sqrt(math.prod(shape[1:])))
-    if kind in _RESIDUAL_WRITERS and "num_experts" in config:
+    gains = _HYBRID_GAINS if _is_hybrid(config) else _DENSE_GAINS
+    weight = noise * np.float32(gains[kind] / math.sqrt(math.prod(shape[1:])))
+    if kind == "conv1d":
+        weight[: 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]] *= np.float32(_CONV_KEY_GAIN)
+    if kind in _RESIDUAL_WRITERS and _is_hybrid(config):
         weight[-config["num_experts"] :] = 0.0
     return weight
+
+
+def _is_hybrid(config: Mapping[str, Any]) -> bool:
+    return bool(config["model_type"] == "qwen3_next")
 
 
 def _leaf(name: str) -> str:
@@ -93,14 +109,15 @@ def _dt_bias(num_heads: int) -> Array:
 def _norm_weight(kind: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Array:
     """Return a constant gain, as a distance from one in the norms that are stored so."""
     gain = _HEAD_NORM if kind in ("q_norm", "k_norm") else 1.0
-    centred = config["model_type"] == "qwen3_next" and not (kind == "norm" and shape != (config["hidden_size"],))
+    # The norm inside a gated delta net has the size of a head and is stored plainly.
+    centred = _is_hybrid(config) and (kind != "norm" or shape == (config["hidden_size"],))
     return np.full(shape, gain - 1.0 if centred else gain, np.float32)
 
 
 def _with_expert_order(embedding: Array, stream: np.random.Generator, config: Mapping[str, Any]) -> Array:
     """Give every token a random order of experts, in the embedding's last dimensions."""
-    num_experts = config.get("num_experts", 0)
-    if num_experts:
+    if _is_hybrid(config):
+        num_experts = config["num_experts"]
         levels = np.arange(num_experts, dtype=np.float32) - np.float32((num_experts - 1) / 2)
         embedding[:, -num_experts:] = stream.permuted(np.tile(levels, (len(embedding), 1)), axis=1)
     return embedding
