@@ -38,7 +38,7 @@ def root_hash(hash_block_size: int, salt: str | None = None, adapter: str | None
     fields = (("format", str(HASH_FORMAT)), ("unit", str(hash_block_size)), ("salt", salt), ("adapter", adapter))
     for tag, value in fields:
         digest.update(_field(tag.encode()))
-        digest.update(b"\x00" if value is None else b"\x01" + _field(value.encode()))
+        digest.update(b"\x00" if value is None else b"\x01" + _field(value.encode("utf-8", "surrogatepass")))
     return BlockHash(digest.digest())
 
 

@@ -1,0 +1,54 @@
+"""Plainly right answers to what the core answers cleverly. Shares no code with it, and is as slow as it likes."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from dalsegno.prefix.resolve import Contains, LookupGroup
+from dalsegno.types import GroupKind
+
+__all__ = ["boundary_by_definition", "can_place", "can_restore"]
+
+
+def can_restore(index: int, group: LookupGroup, boundary: int, contains: Contains) -> bool:
+    """Whether a group restores `boundary`, by the definition of its kind and of its `prefix`."""
+    if boundary == 0 or group.prefix == "none":
+        return True
+    size = group.block_size
+    if group.prefix == "block" and boundary % size:
+        return False
+    if group.kind is GroupKind.STATE:
+        return contains(index, 0, boundary)
+    first_token = 0
+    if group.kind is GroupKind.WINDOW:
+        assert group.window is not None, "a window group has a window"
+        first_token = max(0, boundary - group.window + 1)
+    blocks = {token // size for token in range(first_token, boundary)}
+    return all(contains(index, block, min(boundary, (block + 1) * size)) for block in blocks)
+
+
+def boundary_by_definition(groups: Sequence[LookupGroup], unit: int, limit: int, contains: Contains) -> int:
+    """The largest multiple of `unit` of at most `limit` that every group restores, found by counting down."""
+    for boundary in range(limit, 0, -1):
+        if boundary % unit == 0 and all(can_restore(i, g, boundary, contains) for i, g in enumerate(groups)):
+            return boundary
+    return 0
+
+
+def can_place(needs: Sequence[int], blocks_per_slab: Sequence[int], slabs: Mapping[int, tuple[int, int]]) -> bool:
+    """Whether `needs[g]` blocks per group can be placed, by trying every way to give slabs to groups.
+
+    Args:
+        needs: blocks per group.
+        blocks_per_slab: per group.
+        slabs: for every slab but the null slab (group that holds it, referenced blocks in it); (-1, 0) for one without
+            a reference, which may be given to any group.
+    """
+    left = list(needs)
+    for group, referenced in slabs.values():
+        if referenced:
+            left[group] -= blocks_per_slab[group] - referenced
+    spare = sum(referenced == 0 for _, referenced in slabs.values())
+    return any(
+        all(blocks_per_slab[g] * given.count(g) >= left[g] for g in range(len(left)))
+        for given in itertools.combinations_with_replacement(range(-1, len(left)), spare)
+    )
