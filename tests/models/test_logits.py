@@ -115,9 +115,7 @@ def test_sharded_checkpoint_loads_as_the_single_file(family: str, tmp_path: Path
     write_random_checkpoint(family, tmp_path / "many", max_shard_size="60KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     prompts = _prompts(120, (20,))
-    one, many = (
-        _run_whole(load_model(tmp_path / name, torch.float32, "cpu"), prompts)[0] for name in ("one", "many")
-    )
+    one, many = (_run_whole(load_model(tmp_path / name, torch.float32, "cpu"), prompts)[0] for name in ("one", "many"))
     assert torch.equal(one, many)
 
 

@@ -69,7 +69,7 @@ def _write_weights(file: Path, config: dict[str, Any], seed: int) -> None:
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "do_sample": False,
-        "eos_token_id": [config["eos_token_id"], config["pad_token_id"]],
+        "eos_token_id": config["eos_token_id"],
         "pad_token_id": config["pad_token_id"],
     }
 
