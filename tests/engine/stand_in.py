@@ -12,6 +12,7 @@ from dalsegno.engine.llm import LLM
 from dalsegno.engine.options import EngineOptions
 from dalsegno.engine.tokenizer import Tokenizer
 from dalsegno.kv.layout import plan_layout
+from dalsegno.kv.start_up import describe_plan
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker
 from dalsegno.types import CachePart, GroupKind, LayerCacheSpec
 
@@ -82,7 +83,7 @@ def build_stand_in(options: EngineOptions, tokenizer: Tokenizer | None) -> Engin
         seed=options.seed,
     )
     parser = PromptParser(None if tokenizer is None else tokenizer.encode, VOCAB_SIZE, config.max_model_len)
-    return Engine(core, front_end, parser, tokenizer, layout, {"top_k": 7})
+    return Engine(core, front_end, parser, tokenizer, describe_plan(layout, cache_config, MODEL_LENGTH), {"top_k": 7})
 
 
 def make_llm(monkeypatch: Any, **options: Any) -> LLM:

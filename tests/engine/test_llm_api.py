@@ -376,6 +376,10 @@ def test_a_reset_forgets_everything_and_is_refused_while_requests_run(llm: LLM) 
     assert output.num_cached_tokens == 0
 
 
+def test_the_start_up_plan_names_the_shortest_prompt_that_can_hit(llm: LLM) -> None:
+    assert "the shortest prompt that can hit has 17 tokens" in llm.start_up_plan
+
+
 def test_stats_are_numbers_by_name(llm: LLM) -> None:
     llm.generate([5, 6, 7], _params())
     stats = llm.stats()

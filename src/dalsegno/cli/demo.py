@@ -66,7 +66,8 @@ def run_demo(*, session: int = 0, max_tokens: int = 16, llm_factory: "Callable[.
 
             make_tiny_model(_KIND, model)
         factory = LLM if llm_factory is None else llm_factory
-        turns = compare_turns(functools.partial(factory, model), conversation, max_tokens)
+        # In so small a model several threads would mostly wait for each other.
+        turns = compare_turns(functools.partial(factory, model, threads=1), conversation, max_tokens)
     return report(conversation, turns)
 
 

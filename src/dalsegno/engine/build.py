@@ -19,7 +19,8 @@ from dalsegno.engine.options import EngineOptions
 from dalsegno.engine.sampling_defaults import sampling_defaults
 from dalsegno.engine.tokenizer import Tokenizer, load_tokenizer
 from dalsegno.errors import OptionError
-from dalsegno.kv.layout import MemoryLayout, plan_layout
+from dalsegno.kv.layout import plan_layout
+from dalsegno.kv.start_up import describe_plan
 from dalsegno.models.checkpoint import read_end_token_ids, read_generation_config, resolve_model_path
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ class MonotonicClock:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of a running engine that its front end uses."""
+    """The parts of a running engine; `start_up_plan` says in words how its memory is cut and what can hit."""
 
     core: EngineCore
     front_end: FrontEnd
     parser: PromptParser
     tokenizer: Tokenizer | None
-    layout: MemoryLayout
+    start_up_plan: str
     sampling_defaults: dict[str, object]
 
 
@@ -76,6 +77,8 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
     memory_bytes = options.kv_cache_memory_bytes or _default_memory_bytes(device)
     layout = plan_layout(network.cache_specs(), cache_config, memory_bytes=memory_bytes)
     clock = MonotonicClock()
+    start_up_plan = describe_plan(layout, cache_config, scheduler_config.max_model_len)
+    _log.info("%s", start_up_plan)
     worker = ModelWorker(network, layout, device)
     core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug)
     if tokenizer is not None and tokenizer.end_token_id is not None:
@@ -95,7 +98,7 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
             None if tokenizer is None else tokenizer.encode, network.vocab_size, scheduler_config.max_model_len
         ),
         tokenizer=tokenizer,
-        layout=layout,
+        start_up_plan=start_up_plan,
         sampling_defaults=defaults,
     )
 

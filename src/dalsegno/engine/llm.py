@@ -160,6 +160,11 @@ class LLM:
         """The engine core, for tools that look inside; requests go in through the methods above."""
         return self._open_engine().core
 
+    @property
+    def start_up_plan(self) -> str:
+        """How the memory is cut, how many tokens and states fit, and the shortest prompt that can hit."""
+        return self._open_engine().start_up_plan
+
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; return False, with nothing changed, while requests are running."""
         return self.core.reset_prefix_cache()
