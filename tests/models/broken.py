@@ -22,7 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 10,
     },
 }
-CONFIGS["qwen3"] = {**CONFIGS["llama"], "architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
+CONFIGS["qwen3"] = {**CONFIGS["llama"], "architectures": ["Qwen3ForCausalLM"], "head_dim": 8, "num_key_value_heads": 2}
 CONFIGS["qwen3-next"] = {
     **CONFIGS["qwen3"],
     "architectures": ["Qwen3NextForCausalLM"],

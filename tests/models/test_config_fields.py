@@ -81,6 +81,22 @@ def test_targets_cover_every_parameter_exactly_once(family: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "fields", "kv_heads"),
+    [
+        ("llama", {}, 2),
+        ("llama", {"num_key_value_heads": 1}, 1),
+        ("qwen3", {"num_attention_heads": 64}, 32),
+        ("qwen3", {"num_attention_heads": 64, "num_key_value_heads": None}, 64),
+        ("qwen3-next", {"num_attention_heads": 4}, 2),
+    ],
+)
+def test_absent_kv_heads_mean_what_the_family_says(family: str, fields: dict[str, Any], kv_heads: int) -> None:
+    config = {name: value for name, value in CONFIGS[family].items() if name != "num_key_value_heads"}
+    specs = build_model({**config, "num_hidden_layers": 4, **fields}, torch.float32, "meta").cache_specs()
+    assert specs[3].parts[0].shape[0] == kv_heads
+
+
+@pytest.mark.parametrize(
     ("fields", "windows"),
     [
         ({"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}, [None, None]),

@@ -13,10 +13,19 @@ from dalsegno.models.rope import read_rope_config
 __all__ = ["build_dense", "read_decoder_config", "read_head_shape"]
 
 
-def read_head_shape(fields: ConfigFields, default_head_dim: int | None = None) -> tuple[int, int, int]:
-    """Return `(query heads, kv heads, head_dim)`; without a default, head_dim is the heads' share of the width."""
+def read_head_shape(
+    fields: ConfigFields, default_head_dim: int | None = None, default_kv_heads: int | None = None
+) -> tuple[int, int, int]:
+    """Return `(query heads, kv heads, head_dim)`.
+
+    Args:
+        fields: the whole config.
+        default_head_dim: what an absent head_dim means; None is the heads' share of the width.
+        default_kv_heads: what an absent num_key_value_heads means; None (or null in the config) is one per head.
+    """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    is_null = "num_key_value_heads" in fields.values
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads if is_null else default_kv_heads or num_heads)
     fields.check_multiple("num_attention_heads", num_heads, "num_key_value_heads", num_kv_heads)
     if "head_dim" not in fields and default_head_dim is None:
         fields.check_multiple("hidden_size", hidden_size, "num_attention_heads", num_heads)

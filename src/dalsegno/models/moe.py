@@ -31,6 +31,8 @@ class MixtureConfig:
 class MixtureOfExperts(nn.Module):
     """Top-k routed experts plus one shared expert behind a sigmoid gate."""
 
+    expert_ids: Tensor
+
     def __init__(self, config: MixtureConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
@@ -40,6 +42,7 @@ class MixtureOfExperts(nn.Module):
         self.gate_up = empty_parameter(experts, 2 * size, hidden, dtype=dtype)
         self.down = empty_parameter(experts, hidden, size, dtype=dtype)
         self.shared_expert = GatedMLP(hidden, config.shared_intermediate_size, dtype)
+        self.register_buffer("expert_ids", torch.arange(experts), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[T, hidden] -> [T, hidden]`."""
@@ -53,7 +56,7 @@ class MixtureOfExperts(nn.Module):
     def _routed(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; `experts` and `weights` are `[T, k]`."""
         flat, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(flat, torch.arange(self.config.num_experts, device=flat.device), right=True).int()
+        ends = torch.searchsorted(flat, self.expert_ids, right=True).int()
         rows = hidden[order // self.config.experts_per_token]
         gate, up = functional.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         rows = functional.grouped_mm(functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)

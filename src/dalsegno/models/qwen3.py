@@ -13,6 +13,7 @@ from dalsegno.models.layers import RMSNorm
 __all__ = ["build"]
 
 _DEFAULT_HEAD_DIM = 128
+_DEFAULT_KV_HEADS = 32
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 
@@ -23,7 +24,7 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
     Raises:
         CheckpointError: naming the config field that is missing or not supported.
     """
-    num_heads, num_kv_heads, head_dim = read_head_shape(fields, _DEFAULT_HEAD_DIM)
+    num_heads, num_kv_heads, head_dim = read_head_shape(fields, _DEFAULT_HEAD_DIM, _DEFAULT_KV_HEADS)
     decoder = read_decoder_config(fields, RMSNorm, head_dim)
     full = AttentionConfig(
         decoder.hidden_size,

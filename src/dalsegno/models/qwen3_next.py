@@ -16,6 +16,7 @@ from dalsegno.models.moe import MixtureConfig, MixtureOfExperts
 __all__ = ["Qwen3Next", "build"]
 
 _DEFAULT_HEAD_DIM = 256
+_DEFAULT_KV_HEADS = 2
 _DEFAULT_PARTIAL_ROTARY = 0.25
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -32,7 +33,7 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
     Raises:
         CheckpointError: naming the config field that is missing or not supported.
     """
-    heads = read_head_shape(fields, _DEFAULT_HEAD_DIM)
+    heads = read_head_shape(fields, _DEFAULT_HEAD_DIM, _DEFAULT_KV_HEADS)
     decoder = read_decoder_config(fields, CentredRMSNorm, heads[2], _DEFAULT_PARTIAL_ROTARY)
     attention = AttentionConfig(
         decoder.hidden_size,
