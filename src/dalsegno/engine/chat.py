@@ -12,7 +12,14 @@ from typing import Any
 from dalsegno.engine.tokenizer import EncodedText, Tokenizer
 from dalsegno.errors import RequestError
 
-__all__ = ["Conversation", "RenderedConversation", "list_conversations", "parse_conversation", "render_conversation"]
+__all__ = [
+    "Conversation",
+    "Message",
+    "RenderedConversation",
+    "list_conversations",
+    "parse_conversation",
+    "render_conversation",
+]
 
 Message = dict[str, Any]
 

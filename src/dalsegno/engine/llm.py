@@ -18,7 +18,7 @@ from dalsegno.errors import OptionError, RequestError
 from dalsegno.obs.progress import Progress
 from dalsegno.sampling_params import SamplingParams
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "Message", "SamplingLike"]
 
 SamplingLike = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]

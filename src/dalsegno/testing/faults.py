@@ -14,7 +14,7 @@ from dalsegno.kv.tables import ComputedBlocks, RequestBlocks, StateBlocks
 from dalsegno.request import Request
 from dalsegno.types import NULL_BLOCK, BlockCopy, ScheduledRequest, StateExport, StateStep, StepPlan, StepResult
 
-__all__ = ["FAULTS", "plant"]
+__all__ = ["FAULTS", "Fault", "plant"]
 
 Fault = Callable[[EngineCore], None]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["tiny_weights"]
+__all__ = ["Array", "tiny_weights"]
 
 Array = NDArray[np.float32]
 
