@@ -283,10 +283,10 @@ class KVCacheManager:
             for block in reversed(table):
                 self.pool.unpin(group_id, block)
         if self.state is not None and blocks.state is not None:
-            if blocks.resumed:
-                resumed = self.index.find(self.state.group_id, self._hash(request, blocks.resumed))
-                self.pool.pin(self.state.group_id, resumed)
-                self.pool.unpin(self.state.group_id, resumed)
+            for boundary in blocks.used_states:
+                state = self.index.find(self.state.group_id, self._hash(request, boundary))
+                self.pool.pin(self.state.group_id, state)
+                self.pool.unpin(self.state.group_id, state)
             for block in blocks.state.held():
                 self.pool.unpin(self.state.group_id, block)
 
@@ -371,7 +371,8 @@ class KVCacheManager:
         if taken is None:
             self._unpin_hit(computed)
             return None
-        blocks = RequestBlocks(tables=[[] for _ in needs], state=None, planned=[], resumed=boundary, published=boundary)
+        blocks = RequestBlocks(tables=[[] for _ in needs], state=None, planned=[], published=boundary)
+        blocks.used_states = [boundary] if boundary else []
         blocks.packed = packed
         blocks.window_released = [0] * len(needs)
         for group in self.paged:
@@ -485,6 +486,7 @@ class KVCacheManager:
         if not self.state.publish(request.root_hash, request.block_hashes, boundary, block):
             return False
         request.num_states_kept += 1
+        self.requests[request.request_id].used_states.append(boundary)
         self.counters["boundary_states_published"] += 1
         return True
 

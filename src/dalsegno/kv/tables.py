@@ -81,7 +81,8 @@ class RequestBlocks:
         tables: per group, logical block index to block id; empty for the state group. Each block carries one reference.
         state: the state blocks, None in a model without state group.
         planned: boundaries this admission wants a state kept at, rising; those passed are removed at commit.
-        resumed: boundary this admission resumed from; its state is worth as much as the chain that goes on from it.
+        used_states: boundaries whose states this admission resumed from or published; they are used again when it lets
+            go, because a chain's states are worth as much as all its attention.
         published: see above.
         copies: copies the next step starts with; each carries a reference on its source.
         window_released: per group, table entries given back because they left the window.
@@ -94,7 +95,7 @@ class RequestBlocks:
     tables: list[list[int]]
     state: StateBlocks | None
     planned: list[int]
-    resumed: int = 0
+    used_states: list[int] = field(default_factory=list)
     published: int = 0
     copies: list[BlockCopy] = field(default_factory=list)
     window_released: list[int] = field(default_factory=list)
