@@ -69,8 +69,7 @@ class PrefixIndex:
         node = self.nodes.get(block_hash)
         if node is None:
             return False
-        group = self._attention if self._attention is not None else self._state
-        return any(group is None or child.blocks[group] for child in node.children.values())
+        return any(self._attention is None or child.blocks[self._attention] for child in node.children.values())
 
     def is_published(self, group: int, block: int) -> bool:
         """Whether any hash names `block`."""
@@ -101,12 +100,14 @@ class PrefixIndex:
         if node.blocks[group]:
             return node.blocks[group]
         was_live = self._is_live(node)
-        node.blocks[group] = block
-        insort(self._vouched[group].setdefault(block, []), node, key=_boundary)
+        for covered in self._covered(group, node):
+            covered.blocks[group] = block
+            insort(self._vouched[group].setdefault(block, []), covered, key=_boundary)
+            parent = covered.parent
+            if group == self._attention and not covered.reachable and parent is not None and parent.reachable:
+                self._set_reachable(covered, True)
         if group == self._state and not was_live:
             self._wake(node)
-        if group == self._attention and not node.reachable and node.parent is not None and node.parent.reachable:
-            self._set_reachable(node, True)
         self.on_rank_change(group, block)
         return block
 
@@ -164,6 +165,20 @@ class PrefixIndex:
             node = self.nodes[root] = Node(root, None, len(self.groups))
             node.reachable = True
         return node
+
+    def _covered(self, group: int, node: Node) -> Sequence[Node]:
+        """`node` and the nodes before it in the same block that nobody vouches for, by rising boundary.
+
+        Blocks are append-only, so who vouches for a boundary vouches for those before it: where a node has a block,
+        all nodes before it in that block have one too.
+        """
+        covered = [node]
+        size = self.groups[group].block_size
+        parent = node.parent
+        while parent is not None and parent.boundary % size and not parent.blocks[group] and group != self._state:
+            covered.append(parent)
+            parent = parent.parent
+        return covered[::-1]
 
     def _is_live(self, node: Node) -> bool:
         return self._state is None or node.live_children > 0 or node.blocks[self._state] != NULL_BLOCK

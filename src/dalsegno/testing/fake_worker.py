@@ -5,7 +5,7 @@ of all tokens. The next token is a function of every cell the last token may see
 foreign cell anywhere therefore changes every later token. `expected_tokens` computes the same from the tokens alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.prefix.resolve import window_first_block
 from dalsegno.types import NULL_BLOCK, ScheduledRequest, StepPlan, StepResult
 
-__all__ = ["FakeClock", "FakeWorker", "expected_tokens"]
+__all__ = ["FakeClock", "FakeWorker", "expected_tokens", "extend_cells"]
 
 _MASK = (1 << 62) - 1
 _POISON = -1
@@ -41,23 +41,26 @@ def _sum_of(cells: Sequence[int]) -> int:
     return total
 
 
+def extend_cells(cells: list[int], token_ids: Iterable[int]) -> None:
+    """Append the cell of each token to the cells of those before it; the last one is also the state after it."""
+    for token in token_ids:
+        cells.append(_mix(cells[-1] if cells else 0, token))
+
+
 def expected_tokens(
     layout: MemoryLayout, prompt: Sequence[int], num_tokens: int, vocab_size: int, sample: int = 0
 ) -> list[int]:
     """What a fresh `FakeWorker` answers to `prompt`, computed from the tokens alone."""
     tokens = list(prompt)
     cells: list[int] = []
-    state = 0
     has_state = layout.state_group is not None
     for _ in range(num_tokens):
-        for token in tokens[len(cells) :]:
-            cells.append(_mix(cells[-1] if cells else 0, token))
-            state = _mix(state, token)
+        extend_cells(cells, tokens[len(cells) :])
         sums = {
             group.group_id: _sum_of(cells if group.window is None else cells[-group.window :])
             for group in layout.paged_groups
         }
-        tokens.append(_next_token(sums, state if has_state else None, sample, vocab_size))
+        tokens.append(_next_token(sums, cells[-1] if has_state else None, sample, vocab_size))
     return tokens[len(prompt) :]
 
 
@@ -126,6 +129,10 @@ class FakeWorker:
         """Make reads of these blocks fail until they are written again."""
         assert NULL_BLOCK not in block_ids, "the null block is poisoned"
         self._cells[group_id][list(block_ids)] = _POISON
+
+    def cells(self, group_id: int, block_id: int) -> list[int]:
+        """Return what a block holds, token by token; a state block has one cell."""
+        return [int(cell) for cell in self._cells[group_id][block_id]]
 
     def close(self) -> None:
         """Remember that the worker was closed."""
