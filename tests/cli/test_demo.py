@@ -1,6 +1,8 @@
 """The demo: the same answers with caching off and on, and a non-zero end if not."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,16 @@ def _spoiled(model: Any, *, fault: str = "state_zeroed_at_hit", **options: Any) 
     llm = LLM(model, **options)
     plant(llm.core, fault)
     return llm
+
+
+def _with_short_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages the way a trace writes their tool calls."""
+    return [
+        message | {"tool_calls": [call["function"] for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
 
 
 def _stand_in(monkeypatch: pytest.MonkeyPatch, factory: Any = LLM) -> Any:
@@ -109,10 +121,18 @@ def test_the_demo_ends_well() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_no_traces", "_made_before")
-def test_the_demo_ends_non_zero_when_a_state_is_spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_made_before")
+def test_the_demo_ends_non_zero_when_a_state_is_spoiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sample = load_conversation(environment={})
+    head = {"system": sample.messages[0]["content"], "tools": sample.tools}
+    record = {"session": "the opening of the sample", "messages": _with_short_calls(sample.messages[1:9])}
+    (tmp_path / "tau-bench").mkdir()
+    file = tmp_path / "tau-bench" / "short.sessions.jsonl"
+    file.write_text(f"{json.dumps(head)}\n{json.dumps(record)}\n", encoding="utf-8")
+    monkeypatch.setenv(TRACES_VARIABLE, str(tmp_path))
+    assert run("demo").exit_code == 0
     monkeypatch.setattr("dalsegno.engine.llm.LLM", _spoiled)
-    result = run("demo", "--max-tokens", "4")
+    result = run("demo")
     assert result.exit_code == 1
     assert "answers differ: this must not happen" in " ".join(result.stdout.split())
     assert "NO" in result.stdout

@@ -123,6 +123,27 @@ def test_samples_of_one_prompt_come_by_index(llm: LLM) -> None:
     _census(llm)
 
 
+def test_one_sample_may_stop_while_the_others_go_on(llm: LLM) -> None:
+    prompt = list(range(3, 40))
+    (free,) = llm.generate(prompt, _params(n=3))
+    stop = free.outputs[1].token_ids[4]
+    (output,) = llm.generate(prompt, _params(n=3, stop_token_ids=[stop]))
+    for before, after in zip(free.outputs, output.outputs, strict=True):
+        ids = before.token_ids
+        assert after.token_ids == (ids[: ids.index(stop) + 1] if stop in ids else ids)
+    assert output.outputs[1].finish_reason == "stop"
+    _census(llm)
+
+
+@pytest.mark.parametrize("num_results", [1, 2, 5])
+def test_all_samples_of_a_closed_stream_are_gone(llm: LLM, num_results: int) -> None:
+    stream = llm.stream([list(range(3, 40)), [5] * 30], _params(n=3, max_tokens=50))
+    for _ in range(num_results):
+        next(stream)
+    stream.close()
+    _census(llm)
+
+
 def test_an_end_token_ends_the_answer_and_has_no_text(llm: LLM) -> None:
     prompt, count = _prompt_that_samples(llm, IM_END)
     (ended,) = llm.generate(prompt, _params(max_tokens=60, ignore_eos=False))

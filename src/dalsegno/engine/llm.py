@@ -263,11 +263,12 @@ class LLM:
         answers = front_end.submit(batch)
         try:
             with Progress("prompts", len(answers), enabled=show_progress) as progress:
-                while not all(answer.finished for answer in answers):
-                    front_end.step()
-                    progress.show(
-                        sum(answer.finished for answer in answers), sum(answer.num_tokens for answer in answers)
-                    )
+                for answer in answers:
+                    while not answer.finished:
+                        front_end.step()
+                        if progress.is_due():
+                            done = sum(answer.finished for answer in answers)
+                            progress.show(done, sum(answer.num_tokens for answer in answers))
         except BaseException:
             front_end.abort(answers)
             raise

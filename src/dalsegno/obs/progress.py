@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress"]
 
 _PATIENCE_SECONDS = 1.0
+_PERIOD_SECONDS = 0.1
 
 
 class Progress:
@@ -28,17 +29,21 @@ class Progress:
         self._total = total
         self._enabled = enabled and sys.stderr.isatty()
         self._start = time.monotonic()
+        self._next = self._start + _PATIENCE_SECONDS
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
 
+    def is_due(self) -> bool:
+        """Whether it is time for the next `show`, so that counting is done only when it is seen."""
+        return self._enabled and time.monotonic() >= self._next
+
     def show(self, done: int, num_tokens: int) -> None:
         """Tell that `done` of all are finished, and how many tokens were generated so far."""
-        elapsed = time.monotonic() - self._start
-        if not self._enabled or elapsed < _PATIENCE_SECONDS:
-            return
+        now = time.monotonic()
+        self._next = now + _PERIOD_SECONDS
         if self._bar is None or self._task is None:
             self._bar, self._task = self._begin()
-        self._bar.update(self._task, completed=done, speed=f"{num_tokens / elapsed:.0f} tokens/s")
+        self._bar.update(self._task, completed=done, speed=f"{num_tokens / max(now - self._start, 1e-3):.0f} tokens/s")
 
     def __enter__(self) -> Self:
         return self
