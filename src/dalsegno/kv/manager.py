@@ -9,22 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from dalsegno.config import CacheConfig
-from dalsegno.hashing.block_hash import extend_block_hashes, root_hash
+from dalsegno.hashing.block_hash import root_hash
 from dalsegno.hashing.recent import RecentHashes
 from dalsegno.hit_report import HitReport, LostReason
+from dalsegno.kv.coordinator import Coordinator
 from dalsegno.kv.eviction import EvictionPolicy, LeastRecentlyUsed
-from dalsegno.kv.hand_off import HandOffEntry, HandOffs, HandOffSink
+from dalsegno.kv.hand_off import HandOffEntry, HandOffSink
 from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.kv.lookup import EvictedRing, explain_hit, find_hit, junction_of
 from dalsegno.kv.paged_group import PagedGroup
 from dalsegno.kv.pool import SlabPool
+from dalsegno.kv.publisher import Publisher, hash_at
 from dalsegno.kv.state_group import StateGroup
-from dalsegno.kv.tables import ComputedBlocks, RequestBlocks, StateBlocks
+from dalsegno.kv.tables import ComputedBlocks, RequestBlocks
 from dalsegno.kv.verify import verify_manager
 from dalsegno.prefix.checkpoints import checkpoint_boundaries
 from dalsegno.request import Request
-from dalsegno.types import NULL_BLOCK, BlockCopy, BlockHash, StateStep
+from dalsegno.types import BlockCopy, StateStep
 
 __all__ = ["KVCacheManager"]
 
@@ -60,12 +62,13 @@ class KVCacheManager:
         self.paged = [PagedGroup(group, self.pool, self.index) for group in layout.paged_groups]
         state = layout.state_group
         self.state = StateGroup(state.group_id, self.pool, self.index, config) if state is not None else None
-        self.hand_offs = HandOffs(self.pool, self.index)
+        self.coordinator = Coordinator(layout, self.pool, self.paged, self.state, max_step_tokens)
         self.requests: dict[str, RequestBlocks] = {}
         self.copies_in_flight: list[tuple[str, BlockCopy]] = []
         self.counters: Counter[str] = Counter()
+        self.publisher = Publisher(config, self.pool, self.index, self.paged, self.state, self.counters)
+        self.hand_offs = self.publisher.hand_offs
         self._recent = RecentHashes(self.unit)
-        self._max_step_tokens = max_step_tokens
 
     # Looking up.
 
@@ -83,7 +86,7 @@ class KVCacheManager:
         if not self.config.enable_prefix_caching:
             report = HitReport(lost={LostReason.CACHING_OFF.value: request.num_tokens})
             return self._find(request, 0), 0, report
-        self._extend_hashes(request)
+        self.publisher.extend_hashes(request)
         computed = self._find(request, request.num_tokens - 1)
         return computed, computed.boundary, explain_hit(self.index, self.evicted, computed, request.num_tokens)
 
@@ -93,22 +96,9 @@ class KVCacheManager:
 
     # Room.
 
-    def blocks_alone(self, num_tokens: int) -> list[int]:
-        """Blocks per group that a request of `num_tokens` tokens can need when it runs alone.
-
-        Its paged blocks, one copy target per paged group and two states.
-        """
-        needs = [0] * len(self.layout.groups)
-        for group in self.paged:
-            needs[group.spec.group_id] = group.peak_blocks(num_tokens, self._max_step_tokens) + 1
-        if self.state is not None:
-            needs[self.state.group_id] = 2
-        return needs
-
     def slabs_alone(self, num_tokens: int) -> int:
         """Slabs, the null slab not counted, that a request of `num_tokens` tokens can need when it runs alone."""
-        needs = self.blocks_alone(num_tokens)
-        return sum(-(-need // group.blocks_per_slab) for need, group in zip(needs, self.layout.groups, strict=True))
+        return self.coordinator.slabs_alone(num_tokens)
 
     def allocate_slots(
         self,
@@ -135,16 +125,9 @@ class KVCacheManager:
             The request's blocks, or None: no room, and nothing has changed.
         """
         if computed is not None:
-            room_for_tokens = max(room_for_tokens, computed.boundary + new_tokens)
             return self._admit(request, new_tokens, computed, room_for_tokens, packed)
         blocks = self.requests[request.request_id]
-        needs = [0] * len(self.layout.groups)
-        for group in self.paged:
-            table = blocks.tables[group.spec.group_id]
-            needs[group.spec.group_id] = max(0, group.num_blocks(request.num_computed_tokens + new_tokens) - len(table))
-        if self.state is not None and blocks.state is not None and self.state.needs_block(blocks.state):
-            needs[self.state.group_id] = 1
-        return self._hand_out(blocks, needs)
+        return blocks if self.coordinator.grow(blocks, request.num_computed_tokens + new_tokens) else None
 
     def grant_write(self, request: Request) -> None:
         """Decide where the next step writes the state, if `allocate_slots` left that open; never fails."""
@@ -153,7 +136,7 @@ class KVCacheManager:
             return
         is_answer = self.state.is_answer(request.num_computed_tokens, request.num_prompt_tokens)
         refused, thawed = self.state.choose_write(
-            blocks.state, is_answer=is_answer, grant=lambda: self._grant_state(blocks)
+            blocks.state, is_answer=is_answer, grant=lambda: self.coordinator.grant_state(blocks)
         )
         if refused:
             self._skip_checkpoint(request)
@@ -168,9 +151,9 @@ class KVCacheManager:
             return
         start = request.num_computed_tokens
         for boundary in blocks.planned:
-            if not start < boundary < start + new_tokens or self.state.has(self._hash(request, boundary)):
+            if not start < boundary < start + new_tokens or self.state.has(hash_at(request, boundary, self.unit)):
                 continue
-            block = self._grant_state(blocks)
+            block = self.coordinator.grant_state(blocks)
             if block is None:
                 self._skip_checkpoint(request)
             else:
@@ -183,24 +166,10 @@ class KVCacheManager:
         and written by none. False if there is no room: nothing has changed and the child can be admitted like any
         other request.
         """
-        source = self.requests[parent.request_id]
         num_computed = parent.num_computed_tokens
-        needs = [0] * len(self.layout.groups)
-        for group in self.paged:
-            needs[group.spec.group_id] = int(num_computed % group.spec.block_size != 0)
-        near = [table[-1] if table else NULL_BLOCK for table in source.tables]
-        taken = self.pool.allocate(needs, near)
-        if taken is None:
+        blocks = self.coordinator.fork(self.requests[parent.request_id], num_computed)
+        if blocks is None:
             return False
-        blocks = RequestBlocks(tables=[[] for _ in needs], state=None, planned=[], published=source.published)
-        blocks.window_released = list(source.window_released)
-        for group in self.paged:
-            group_id, size = group.spec.group_id, group.spec.block_size
-            full = num_computed // size
-            self._share(blocks, group_id, source.tables[group_id], full, num_computed % size, taken[group_id])
-        if self.state is not None and source.state is not None:
-            self.pool.pin(self.state.group_id, source.state.current)
-            blocks.state = StateBlocks(current=source.state.current)
         child.num_computed_tokens = num_computed
         child.block_hashes = list(parent.block_hashes)
         self.requests[child.request_id] = blocks
@@ -241,7 +210,7 @@ class KVCacheManager:
         if self.state is not None and blocks.state is not None:
             self.state.advance(blocks.state, before)
         if self.config.enable_prefix_caching:
-            self._publish(request, blocks, after)
+            self.publisher.publish_step(request, blocks, after)
         for group in self.paged:
             group_id = group.spec.group_id
             blocks.window_released[group_id] = group.leave_window(
@@ -259,36 +228,15 @@ class KVCacheManager:
 
         Only committed bytes are published: call it between steps, never for a step that raised.
         """
-        blocks = self.requests[request.request_id]
-        if not self.config.enable_prefix_caching:
-            return
-        boundary = blocks.published
-        if self.state is not None and blocks.state is not None:
-            last = self.state.last_restorable(blocks.state, request.num_computed_tokens, self.unit)
-            if last is None or (finished and not self._is_worth_keeping(request, last[0])):
-                return
-            if not self._publish_state(request, *last):
-                return
-            boundary = last[0]
-        if finished and boundary:
-            self._hand_off(request, blocks, boundary)
+        if self.config.enable_prefix_caching:
+            self.publisher.publish_last_state(request, self.requests[request.request_id], finished=finished)
 
     def free(self, request: Request) -> None:
         """Take everything from the request; tails become less recently used than prefixes, states most recently."""
         blocks = self.requests.pop(request.request_id)
-        for copy in blocks.copies:
-            self.pool.unpin(copy.group_id, copy.source)
         self.hand_offs.release(blocks.hand_offs)
-        for group_id, table in enumerate(blocks.tables):
-            for block in reversed(table):
-                self.pool.unpin(group_id, block)
-        if self.state is not None and blocks.state is not None:
-            for boundary in blocks.used_states:
-                state = self.index.find(self.state.group_id, self._hash(request, boundary))
-                self.pool.pin(self.state.group_id, state)
-                self.pool.unpin(self.state.group_id, state)
-            for block in blocks.state.held():
-                self.pool.unpin(self.state.group_id, block)
+        self.coordinator.release(blocks)
+        self.publisher.use_states(request, blocks)
 
     def bind_connector(self, sink: HandOffSink) -> None:
         """Make hand-offs for `sink` from now on."""
@@ -336,164 +284,32 @@ class KVCacheManager:
     def _find(self, request: Request, limit: int) -> ComputedBlocks:
         return find_hit(self.index, request.root_hash, request.block_hashes, limit)
 
-    def _hash(self, request: Request, boundary: int) -> BlockHash:
-        return request.block_hashes[boundary // self.unit - 1]
-
-    def _extend_hashes(self, request: Request) -> None:
-        extend_block_hashes(request.root_hash, request.block_hashes, request.token_ids, self.unit)
-
     def _admit(
         self, request: Request, new_tokens: int, computed: ComputedBlocks, room_for_tokens: int, packed: bool
     ) -> RequestBlocks | None:
         assert request.request_id not in self.requests, f"{request.request_id} is admitted twice"
         boundary = computed.boundary
         assert not packed or not (self.requests or boundary), f"{request.request_id} is packed beside something else"
-        self.pool.packs = packed
-        self._pin_hit(computed)
-        needs = [0] * len(self.layout.groups)
-        room = list(needs)
-        for group in self.paged:
-            group_id, shared = group.spec.group_id, boundary // group.spec.block_size
-            needs[group_id] = group.num_blocks(boundary + new_tokens) - shared
-            room[group_id] = max(
-                needs[group_id],
-                min(
-                    group.num_blocks(room_for_tokens) - shared,
-                    group.peak_blocks(room_for_tokens, self._max_step_tokens),
-                ),
-            )
-        if self.state is not None:
-            needs[self.state.group_id] = room[self.state.group_id] = 1
-        taken = None
-        if self.pool.fits(room):
-            near = [table[-1] if table else NULL_BLOCK for table in computed.tables]
-            taken = self.pool.allocate(needs, near)
-        if taken is None:
-            self._unpin_hit(computed)
+        room_for_tokens = max(room_for_tokens, boundary + new_tokens)
+        blocks = self.coordinator.admit(computed, new_tokens, room_for_tokens, packed=packed)
+        if blocks is None:
             return None
-        blocks = RequestBlocks(tables=[[] for _ in needs], state=None, planned=[], published=boundary)
-        blocks.used_states = [boundary] if boundary else []
-        blocks.packed = packed
-        blocks.window_released = [0] * len(needs)
-        for group in self.paged:
-            group_id, size = group.spec.group_id, group.spec.block_size
-            table, full = computed.tables[group_id], boundary // size
-            # `_share` takes references of its own; the hit's are given back below.
-            self._share(blocks, group_id, table, full, boundary % size if len(table) > full else 0, taken[group_id])
-        if self.state is not None:
-            blocks.state = StateBlocks(current=computed.state_block, write=taken[self.state.group_id][0])
-            self.pool.pin(self.state.group_id, computed.state_block)
-        self._unpin_hit(computed)
         request.num_computed_tokens = boundary
         request.prefill_target = request.num_tokens
         if self.config.enable_prefix_caching:
-            junction = junction_of(computed, self.index)
+            blocks.used_states = [boundary] if boundary else []
             planned = checkpoint_boundaries(
-                request.num_prompt_tokens, request.num_tokens, boundary, junction, request.checkpoint_at, self.config
+                request.num_prompt_tokens,
+                request.num_tokens,
+                boundary,
+                junction_of(computed, self.index),
+                request.checkpoint_at,
+                self.config,
             )
             blocks.planned = sorted(planned)
         self.requests[request.request_id] = blocks
         return blocks
 
-    def _pin_hit(self, computed: ComputedBlocks) -> None:
-        for group_id, block in computed.blocks():
-            self.pool.pin(group_id, block)
-
-    def _unpin_hit(self, computed: ComputedBlocks) -> None:
-        for group_id, block in computed.blocks():
-            self.pool.unpin(group_id, block, used=False)
-
-    def _share(
-        self,
-        blocks: RequestBlocks,
-        group_id: int,
-        table: Sequence[int],
-        full: int,
-        partial_tokens: int,
-        own: Sequence[int],
-    ) -> None:
-        """Fill a new table: `full` shared blocks, then own ones, the first of them a copy of a partial block if any."""
-        for block in table[:full]:
-            self.pool.pin(group_id, block)
-        blocks.tables[group_id] = [*table[:full], *own]
-        if partial_tokens:
-            self.pool.pin(group_id, table[full])
-            blocks.copies.append(BlockCopy(group_id, table[full], own[0], partial_tokens))
-
-    def _hand_out(self, blocks: RequestBlocks, needs: Sequence[int]) -> RequestBlocks | None:
-        near = [table[-1] if table else NULL_BLOCK for table in blocks.tables]
-        taken = self.pool.allocate(needs, near)
-        if taken is None:
-            return None
-        for group in self.paged:
-            blocks.tables[group.spec.group_id] += taken[group.spec.group_id]
-        if self.state is not None and blocks.state is not None and taken[self.state.group_id]:
-            blocks.state.write = taken[self.state.group_id][0]
-        return blocks
-
-    def _grant_state(self, blocks: RequestBlocks) -> int | None:
-        """One more state block for a wish, or None."""
-        assert self.state is not None, "a state was wished for without a state group"
-        assert blocks.state is not None, "a state was wished for by a request without state blocks"
-        if blocks.packed:
-            return None
-        wish = [0] * len(self.layout.groups)
-        wish[self.state.group_id] = 1
-        near = [NULL_BLOCK] * len(wish)
-        near[self.state.group_id] = blocks.state.current
-        taken = self.pool.allocate(wish, near)
-        return None if taken is None else taken[self.state.group_id][0]
-
-    def _is_worth_keeping(self, request: Request, boundary: int) -> bool:
-        """Whether a finished request's last state is an answer state, or all that is left of an aborted prefill."""
-        assert self.state is not None, "a state is judged without a state group"
-        return boundary <= request.num_prompt_tokens or self.state.is_answer(boundary, request.num_prompt_tokens)
-
     def _skip_checkpoint(self, request: Request) -> None:
         self.counters["checkpoints_skipped"] += 1
         request.hit_report.checkpoints_skipped += 1
-
-    def _publish(self, request: Request, blocks: RequestBlocks, after: int) -> None:
-        """Publish what the step completed, exports and freeze included, and make the hand-offs that follow."""
-        self._extend_hashes(request)
-        end = after - after % self.unit
-        for group in self.paged:
-            table = blocks.tables[group.spec.group_id]
-            hashes, adopt = request.block_hashes, not blocks.packed
-            group.publish(table, request.root_hash, hashes, blocks.published, end, adopt=adopt)
-        blocks.published = end
-        done = [boundary for boundary in blocks.planned if boundary <= after]
-        del blocks.planned[: len(done)]
-        if self.state is None or blocks.state is None:
-            kept = done
-        else:
-            kept = [
-                boundary for boundary, block in blocks.state.exports if self._publish_state(request, boundary, block)
-            ]
-            for _, block in blocks.state.exports:
-                self.pool.unpin(self.state.group_id, block)
-            blocks.state.exports.clear()
-            if after in done and self._publish_state(request, after, blocks.state.current):
-                kept.append(after)
-        for boundary in kept:
-            self._hand_off(request, blocks, boundary)
-
-    def _publish_state(self, request: Request, boundary: int, block: int) -> bool:
-        """Publish a state if the request may keep one more and none is there; whether it was published."""
-        assert self.state is not None, "a state is published without a state group"
-        if request.num_states_kept >= self.config.max_states_per_request:
-            return False
-        if not self.state.publish(request.root_hash, request.block_hashes, boundary, block):
-            return False
-        request.num_states_kept += 1
-        self.requests[request.request_id].used_states.append(boundary)
-        self.counters["boundary_states_published"] += 1
-        return True
-
-    def _hand_off(self, request: Request, blocks: RequestBlocks, boundary: int) -> None:
-        if not self.hand_offs.wanted(request):
-            return
-        entries = self.hand_offs.make(request.block_hashes, boundary, blocks.handed_off)
-        if entries:
-            blocks.hand_offs += entries
-            blocks.handed_off = boundary

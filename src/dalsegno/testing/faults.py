@@ -164,7 +164,7 @@ def _frozen_state_written(core: EngineCore) -> None:
 def _chunk_end_state_under_boundary(core: EngineCore) -> None:
     """The state at the end of a chunk is filed under the boundary below, wherever the chunk ended."""
     manager = core.manager
-    publish = manager._publish  # noqa: SLF001
+    publish = manager.publisher.publish_step
 
     def publish_running(request: Request, blocks: RequestBlocks, after: int) -> None:
         publish(request, blocks, after)
@@ -172,7 +172,7 @@ def _chunk_end_state_under_boundary(core: EngineCore) -> None:
         if manager.state is not None and blocks.state is not None and boundary:
             manager.state.publish(request.root_hash, request.block_hashes, boundary, blocks.state.current)
 
-    _set(manager, "_publish", publish_running)
+    _set(manager.publisher, "publish_step", publish_running)
 
 
 def _answer_state_overwritten(core: EngineCore) -> None:
@@ -207,7 +207,7 @@ def _shared_tail_written(core: EngineCore) -> None:
             manager.pool.unpin(group_id, own[0])
             blocks.tables[group_id][full] = table[full]
 
-    _set(manager, "_share", share)
+    _set(manager.coordinator, "_share", share)
 
 
 def _unwritten_token_counted(core: EngineCore) -> None:
@@ -217,7 +217,7 @@ def _unwritten_token_counted(core: EngineCore) -> None:
 
     def publish_more(request: Request, *, finished: bool) -> None:
         publish_last_state(request, finished=finished)
-        manager._extend_hashes(request)  # noqa: SLF001
+        manager.publisher.extend_hashes(request)
         blocks, end = manager.requests[request.request_id], request.num_tokens
         if finished and end % manager.unit == 0:
             for group in manager.paged:
