@@ -77,9 +77,9 @@ class Publisher:
         boundary = blocks.published
         if self._state is not None and blocks.state is not None:
             last = self._state.last_restorable(blocks.state, request.num_computed_tokens, self._unit)
-            if last is None or (finished and not self._is_worth_keeping(self._state, request, last[0])):
-                return
-            if not self._publish_state(request, blocks, *last):
+            if finished and last is not None and not self._is_worth_keeping(self._state, request, last[0]):
+                last = blocks.state.kept
+            if last is None or not self._publish_state(request, blocks, *last):
                 return
             boundary = last[0]
         if finished and boundary:
