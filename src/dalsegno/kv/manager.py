@@ -139,7 +139,7 @@ class KVCacheManager:
             blocks.state, is_answer=is_answer, grant=lambda: self.coordinator.grant_state(blocks)
         )
         if refused:
-            self._skip_checkpoint(request)
+            self.publisher.skip_checkpoint(request)
         if thawed:
             self.counters["boundary_states_thawed"] += 1
             request.num_states_kept -= 1
@@ -155,7 +155,7 @@ class KVCacheManager:
                 continue
             block = self.coordinator.grant_state(blocks)
             if block is None:
-                self._skip_checkpoint(request)
+                self.publisher.skip_checkpoint(request)
             else:
                 blocks.state.exports.append((boundary, block))
 
@@ -309,7 +309,3 @@ class KVCacheManager:
             blocks.planned = sorted(planned)
         self.requests[request.request_id] = blocks
         return blocks
-
-    def _skip_checkpoint(self, request: Request) -> None:
-        self.counters["checkpoints_skipped"] += 1
-        request.hit_report.checkpoints_skipped += 1

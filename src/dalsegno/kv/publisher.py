@@ -94,6 +94,11 @@ class Publisher:
             self._pool.pin(self._state.group_id, block)
             self._pool.unpin(self._state.group_id, block)
 
+    def skip_checkpoint(self, request: Request) -> None:
+        """Count a boundary state that was planned and is not kept."""
+        self._counters["checkpoints_skipped"] += 1
+        request.hit_report.checkpoints_skipped += 1
+
     def _is_worth_keeping(self, state: StateGroup, request: Request, boundary: int) -> bool:
         """Whether a finished request's last state is an answer state, or all that is left of an aborted prefill."""
         return boundary <= request.num_prompt_tokens or state.is_answer(boundary, request.num_prompt_tokens)
@@ -101,14 +106,16 @@ class Publisher:
     def _publish_state(self, request: Request, blocks: RequestBlocks, boundary: int, block: int) -> bool:
         """Publish a state if the request may keep one more and none is there; whether it was published."""
         assert self._state is not None, "a state is published without a state group"
-        if request.num_states_kept >= self._config.max_states_per_request:
+        is_new = not self._state.has(hash_at(request, boundary, self._unit))
+        if is_new and request.num_states_kept >= self._config.max_states_per_request:
+            self.skip_checkpoint(request)
             return False
-        if not self._state.publish(request.root_hash, request.block_hashes, boundary, block):
-            return False
-        request.num_states_kept += 1
         blocks.used_states.append(boundary)
-        self._counters["boundary_states_published"] += 1
-        return True
+        if is_new:
+            self._state.publish(request.root_hash, request.block_hashes, boundary, block)
+            request.num_states_kept += 1
+            self._counters["boundary_states_published"] += 1
+        return is_new
 
     def _hand_off(self, request: Request, blocks: RequestBlocks, boundary: int) -> None:
         if not self.hand_offs.wanted(request):

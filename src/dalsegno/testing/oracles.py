@@ -3,10 +3,13 @@
 import itertools
 from collections.abc import Mapping, Sequence
 
+from dalsegno.kv.index import PrefixIndex
+from dalsegno.kv.manager import KVCacheManager
 from dalsegno.prefix.resolve import Contains, LookupGroup
-from dalsegno.types import GroupKind
+from dalsegno.testing.fake_worker import FakeWorker
+from dalsegno.types import NULL_BLOCK, BlockHash, GroupKind
 
-__all__ = ["boundary_by_definition", "can_place", "can_restore"]
+__all__ = ["audit_published", "boundary_by_definition", "boundary_in_index", "can_place", "can_restore"]
 
 
 def can_restore(index: int, group: LookupGroup, boundary: int, contains: Contains) -> bool:
@@ -52,3 +55,36 @@ def can_place(needs: Sequence[int], blocks_per_slab: Sequence[int], slabs: Mappi
         all(blocks_per_slab[g] * given.count(g) >= left[g] for g in range(len(left)))
         for given in itertools.combinations_with_replacement(range(-1, len(left)), spare)
     )
+
+
+def boundary_in_index(index: PrefixIndex, hashes: Sequence[BlockHash], limit: int) -> int:
+    """The longest joint boundary that the published blocks allow, asked of every hash of the chain one by one."""
+    known = len(hashes) * index.unit
+
+    def contains(group: int, block_index: int, boundary: int) -> bool:
+        if index.groups[group].is_state:
+            return index.find(group, hashes[boundary // index.unit - 1]) != NULL_BLOCK
+        end = min(known, (block_index + 1) * index.groups[group].block_size)
+        ends = range(boundary, end + 1, index.unit)
+        return any(index.find(group, hashes[e // index.unit - 1]) != NULL_BLOCK for e in ends)
+
+    return boundary_by_definition(index.groups, index.unit, min(limit, known), contains)
+
+
+def audit_published(manager: KVCacheManager, worker: FakeWorker, cells_of: Mapping[BlockHash, Sequence[int]]) -> None:
+    """Check that every published block holds, for what it vouches for, what a cold run would have written.
+
+    Args:
+        manager: whose index is audited.
+        worker: whose memory is read.
+        cells_of: for every hash the cells of its whole prefix, from `extend_cells`.
+    """
+    for node in manager.index.nodes.values():
+        for group, block in zip(manager.layout.groups, node.blocks, strict=True):
+            if block == NULL_BLOCK:
+                continue
+            expected = cells_of[node.hash]
+            start = len(expected) - 1 if group.is_state else (node.boundary - 1) // group.block_size * group.block_size
+            found = worker.cells(group.group_id, block)[: node.boundary - start]
+            where = f"block {block} of group {group.name} under boundary {node.boundary}"
+            assert found == list(expected[start:]), f"{where} holds other bytes than a cold run wrote"
