@@ -1,8 +1,11 @@
 """Conversations: checked, rendered by the checkpoint's template, and marked where a later turn can resume."""
 
+from functools import cache
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dalsegno.engine.chat import list_conversations, parse_conversation, render_conversation
 from dalsegno.engine.tokenizer import Tokenizer
@@ -61,6 +64,29 @@ def test_marks_are_where_all_continuations_agree(template: str, tools: Any) -> N
     assert set(rendered.marks) == _oracle_marks(tokenizer, MESSAGES, tools)
     assert list(rendered.marks) == sorted(rendered.marks)
     assert rendered.text == tokenizer.render(parse_conversation(MESSAGES).messages, tools)
+
+
+@cache
+def _tokenizer_of_merges() -> Tokenizer:
+    """Tokens ab, bc and bcd of which the later letters are joined first, so that more text changes earlier tokens."""
+    from tokenizers import Tokenizer as Raw
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["a", "b", "c", "d", "ab", "bc", "cd", "bcd"])}
+    raw = Raw(models.BPE(vocabulary, [("c", "d"), ("b", "cd"), ("b", "c"), ("a", "b")]))
+    raw.decoder = decoders.Fuse()
+    backend = PreTrainedTokenizerFast(tokenizer_object=raw)
+    backend.chat_template = "{%- for message in messages -%}{{ message.content }}{% endfor -%}"
+    return Tokenizer(backend)
+
+
+@given(st.lists(st.text(alphabet="abcd", min_size=1, max_size=5), min_size=1, max_size=5))
+def test_marks_are_exact_where_messages_run_into_each_other(contents: list[str]) -> None:
+    tokenizer = _tokenizer_of_merges()
+    messages = [{"role": "system", "content": content} for content in contents]
+    rendered = render_conversation(tokenizer, parse_conversation(messages), max_marks=16)
+    assert set(rendered.marks) == _oracle_marks(tokenizer, messages, None)
 
 
 def test_a_mark_at_the_end_of_each_message_makes_the_next_turn_a_prefix() -> None:

@@ -99,9 +99,9 @@ def test_the_window_of_a_long_broken_run_stays_short() -> None:
 
 def test_words_that_carry_their_space_are_joined_as_in_one_piece() -> None:
     tokenizer = _sentencepiece()
-    ids = [1, 2, 5, 6, 7, *(3 + 6 + byte for byte in "狐".encode()), 2, 4]
+    ids = [1, 2, 5, 6, 7, *(3 + 6 + byte for byte in "狐狐".encode()), 2, 4]
     shown = _stream(Detokenizer(tokenizer), ids)
-    assert shown[-1] == tokenizer.decode(ids) == "The foxes. über狐 foxfox"
+    assert shown[-1] == tokenizer.decode(ids) == "The foxes. über狐狐 foxfox"
     assert shown[:3] == ["The", "The fox", "The foxes"]
     assert not any("\ufffd" in text for text in shown)
 

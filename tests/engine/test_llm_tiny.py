@@ -131,10 +131,14 @@ def test_defaults_of_the_generation_config_are_used(tmp_path: Path) -> None:
     folder = _copy(tmp_path)
     file = folder / "generation_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    file.write_text(json.dumps(config | {"temperature": 0.0, "max_new_tokens": 3}), encoding="utf-8")
+    file.write_text(
+        json.dumps(config | {"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": [2, 5000]}), encoding="utf-8"
+    )
     with LLM(folder, **SMALL) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=3)
         assert len(llm.generate(TEXT)[0].outputs[0].token_ids) <= 3
+        # An end token beyond the vocabulary can neither be sampled nor forbidden.
+        assert len(llm.generate(TEXT, SamplingParams(min_tokens=2, max_tokens=2))[0].outputs[0].token_ids) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from typing import Protocol
 __all__ = ["Detokenizer", "IncrementalDecoder", "TextDecoder"]
 
 _UNFINISHED = "\ufffd"
-# A character has at most four bytes, so at most three tokens at the end can be waiting for another one.
-_MAX_PENDING_TOKENS = 3
 _MAX_WINDOW_TOKENS = 24
 
 
@@ -70,10 +68,10 @@ class IncrementalDecoder:
     def _shorten(self, decoded: str) -> str:
         """Settle the old part of a long run of bytes that are no characters; return its characters not yet given out.
 
-        The pending tokens stay. Together they hold at least the bytes of one character, so no later byte can change
-        what is before them, if decoding both parts alone gives the same as decoding them together.
+        Where decoding two parts alone gives the same as decoding them together, no character spans the cut, and no
+        later byte can change what is before it.
         """
-        for cut in range(len(self._window) - _MAX_PENDING_TOKENS - 1, 0, -1):
+        for cut in range(len(self._window) - 1, 0, -1):
             head = self._tokenizer.decode(self._window[:cut])
             if head + self._tokenizer.decode(self._window[cut:]) == decoded:
                 new = head[self._num_done :]

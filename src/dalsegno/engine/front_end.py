@@ -130,8 +130,7 @@ class FrontEnd:
         self._clock = clock
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        # A model may name end tokens its embedding has no row for: they are never sampled.
-        self._end_token_ids = frozenset(token_id for token_id in end_token_ids if token_id < vocab_size)
+        self._end_token_ids = frozenset(end_token_ids)
         self._max_model_len = max_model_len
         self._seed = seed
         self._num_submitted = 0
