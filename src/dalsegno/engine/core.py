@@ -9,7 +9,7 @@ from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.verify import census
 from dalsegno.request import FinishReason, Request, RequestUpdate
 from dalsegno.sched.scheduler import Scheduler
-from dalsegno.types import Clock
+from dalsegno.types import Clock, StepPlan
 from dalsegno.worker.interface import Worker
 
 __all__ = ["EngineCore", "RequestUpdate"]
@@ -51,7 +51,11 @@ class EngineCore:
         self._debug = debug
         self._aborts: list[str] = []
         self._stops: list[tuple[str, str]] = []
+        # What happened and was not returned yet; an interrupt that leaves `step` takes nothing of it along.
+        self._updates: list[RequestUpdate] = []
         self._num_idle_steps = 0
+        # Updates of a step that an interrupt cut short; the next step returns them.
+        self._undelivered: list[RequestUpdate] = []
         if debug:
             self.manager.pool.on_fill = worker.poison
         needed = self.manager.slabs_alone(scheduler_config.max_model_len)
@@ -65,7 +69,7 @@ class EngineCore:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has something to do."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._updates)
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its siblings come with it.
@@ -97,24 +101,16 @@ class EngineCore:
         Raises:
             EngineError: a broken invariant; the engine is of no more use.
         """
-        updates = self._poll()
+        self._poll()
         plan = self.scheduler.schedule()
         if plan is None:
             self._check_stall()
         else:
             self._num_idle_steps = 0
-            try:
-                result = self.worker.execute(plan)
-            except Exception as error:
-                logger.exception("step %d of %d requests raised", plan.step_id, len(plan.requests))
-                updates += self.scheduler.fail(plan, error, self.clock.now())
-            except BaseException:
-                self.scheduler.fail(plan, None, self.clock.now())
-                raise
-            else:
-                updates += self.scheduler.commit(plan, result, self.clock.now())
+            self._execute(plan)
         if self._debug:
             self.verify()
+        updates, self._updates = self._updates, []
         return updates
 
     def reset_prefix_cache(self) -> bool:
@@ -140,7 +136,7 @@ class EngineCore:
         Raises:
             AssertionError: naming the first difference.
         """
-        if self.has_unfinished_requests:
+        if self.scheduler.has_unfinished:
             self.manager.verify()
         else:
             census(self.manager)
@@ -151,21 +147,31 @@ class EngineCore:
             self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
         self.worker.close()
 
-    def _poll(self) -> list[RequestUpdate]:
-        updates: list[RequestUpdate] = []
-        for request_id, stop_reason in self._stops:
-            updates += self.scheduler.finish(request_id, FinishReason.STOP, self.clock.now(), stop_reason)
-        for request_id in self._aborts:
-            updates += self.scheduler.finish(request_id, FinishReason.ABORT, self.clock.now())
-        self._stops.clear()
-        self._aborts.clear()
-        return updates
+    def _poll(self) -> None:
+        stops, self._stops = self._stops, []
+        aborts, self._aborts = self._aborts, []
+        for request_id, stop_reason in stops:
+            self._updates += self.scheduler.finish(request_id, FinishReason.STOP, self.clock.now(), stop_reason)
+        for request_id in aborts:
+            self._updates += self.scheduler.finish(request_id, FinishReason.ABORT, self.clock.now())
+
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            result = self.worker.execute(plan)
+        except Exception as error:
+            logger.exception("step %d of %d requests raised", plan.step_id, len(plan.requests))
+            self._updates += self.scheduler.fail(plan, error, self.clock.now())
+        except BaseException:
+            self._updates += self.scheduler.fail(plan, None, self.clock.now())
+            raise
+        else:
+            self._updates += self.scheduler.commit(plan, result, self.clock.now())
 
     def _check_stall(self) -> None:
         """A step may find nothing to run right after a preemption, never twice in a row."""
         self._num_idle_steps += 1
-        if self.has_unfinished_requests and self._num_idle_steps > 2:
+        if self.scheduler.has_unfinished and self._num_idle_steps > 2:
             waiting = [request.request_id for request in self.scheduler.waiting]
             raise EngineError(f"nothing can run although requests {waiting[:8]} wait: {self.stats()}")
-        if not self.has_unfinished_requests:
+        if not self.scheduler.has_unfinished:
             self._num_idle_steps = 0
