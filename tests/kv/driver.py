@@ -1,4 +1,4 @@
-"""Drives a KV manager over integer memory the way a scheduler does, but with chunks, order and failures of the test's."""
+"""Drives a KV manager over integer memory as a scheduler does, but with chunks, order and failures of the test's."""
 
 import copy
 from collections.abc import Mapping, Sequence

@@ -48,7 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def slabs(self) -> dict[int, tuple[int, int]]:
         """(group, referenced blocks) of every slab, from the model alone."""
-        slabs = {slab: (-1, 0) for slab in range(1, self.pool.num_slabs)}
+        slabs = dict.fromkeys(range(1, self.pool.num_slabs), (-1, 0))
         for group, block in self.references:
             slab = block // self.k[group]
             owner, count = slabs[slab]

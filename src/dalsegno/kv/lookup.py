@@ -91,13 +91,14 @@ def explain_hit(index: PrefixIndex, evicted: EvictedRing, computed: ComputedBloc
     covered = max(covered, boundary)
     limit = (num_tokens - 1) // unit * unit
 
-    def was_evicted(start: int, end: int, groups: Sequence[int]) -> bool:
-        return any((g, hashes[b // unit - 1]) in evicted for b in range(start + unit, end + 1, unit) for g in groups)
+    def was_evicted(start: int, groups: Sequence[int]) -> bool:
+        return any((g, hashes[b // unit - 1]) in evicted for b in range(start + unit, limit + 1, unit) for g in groups)
 
     state = [group.group_id for group in index.groups if group.is_state]
     paged = [group.group_id for group in index.groups if not group.is_state]
-    inside = LostReason.EVICTED if was_evicted(boundary, covered, state) else LostReason.NO_BOUNDARY_STATE
-    if covered < limit and was_evicted(covered, covered + unit, paged or state):
+    # What was evicted under a later hash of the chain was there for everything before it.
+    inside = LostReason.EVICTED if was_evicted(boundary, state) else LostReason.NO_BOUNDARY_STATE
+    if was_evicted(covered, paged or state):
         beyond = LostReason.EVICTED
     elif covered and index.has_continuation(hashes[covered // unit - 1]):
         beyond = LostReason.DIVERGED

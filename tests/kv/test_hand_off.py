@@ -1,0 +1,206 @@
+"""Hand-offs: made only for somebody, of exactly what the index vouches for, pinned until given back."""
+
+import pytest
+
+from dalsegno.config import CacheConfig
+from dalsegno.kv.hand_off import HandOffEntry
+from dalsegno.kv.verify import census
+from dalsegno.request import Request
+from dalsegno.testing.builders import make_layout
+from tests.kv.driver import Driver
+
+UNIT = 16
+
+
+class Sink:
+    """A connector that saves what it is asked about, except for requests it was told not to."""
+
+    def __init__(self, saves: bool = True) -> None:
+        self._saves = saves
+        self.stored: set[tuple[int, int]] = set()
+
+    def saves(self, request: Request) -> bool:
+        return self._saves
+
+    def is_known_stored(self, group: int, block: int) -> bool:
+        return (group, block) in self.stored
+
+
+def driver(kinds: str = "as", sink: Sink | None = None, *, block_size: int = 2 * UNIT, caching: bool = True) -> Driver:
+    config = CacheConfig(block_size=block_size, enable_prefix_caching=caching)
+    case = Driver(make_layout(kinds, config, num_slabs=200, window=40), config)
+    if sink is not None:
+        case.manager.bind_connector(sink)
+    return case
+
+
+def prefill(case: Driver, n: int, chunk: int | None = None) -> Request:
+    request = case.new("r", range(n))
+    assert case.admit(request, chunk)
+    case.step({request: chunk or n})
+    return request
+
+
+def by_group(entries: list[HandOffEntry]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for group, _, boundary in entries:
+        groups.setdefault(group, []).append(boundary)
+    return groups
+
+
+def taken(case: Driver) -> list[HandOffEntry]:
+    return [entry for entries in case.manager.take_partial_tail_offloads().values() for entry in entries]
+
+
+@pytest.mark.parametrize("why", ["no connector", "not saved", "caching off"])
+def test_nothing_is_made_or_pinned_when_nobody_saves_it(why: str) -> None:
+    case = driver(sink=None if why == "no connector" else Sink(saves=why != "not saved"), caching=why != "caching off")
+    request = prefill(case, 70)
+    assert case.manager.take_partial_tail_offloads() == {}
+    assert not case.manager.hand_offs.pins
+    case.manager.publish_last_state(request, finished=True)
+    assert not case.manager.finalize_partial_tail_offloads(request)
+    case.manager.free(request)
+    census(case.manager)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "n", "expected"),
+    [
+        # (first step of 70 tokens) boundary 64: two full blocks, and the state for it.
+        ("as", 70, {0: [32, 64], 1: [64]}),
+        # Boundary 48: one full block and the partial one.
+        ("as", 63, {0: [32, 48], 1: [48]}),
+        # 48 and 64: an extension resumes at the end, a resend before it.
+        ("as", 64, {0: [32, 48, 64], 1: [48, 64]}),
+        ("a", 63, {0: [32, 48]}),
+        # A window of 40 tokens before 112 starts at 73.
+        ("w", 120, {0: [96, 112]}),
+        ("aws", 120, {0: [32, 64, 96, 112], 1: [96, 112], 2: [112]}),
+        ("s", 63, {0: [48]}),
+    ],
+)
+def test_a_prompt_hands_off_every_group_of_its_tail(kinds: str, n: int, expected: dict[int, list[int]]) -> None:
+    """Also a model without state groups hands off its attention tail."""
+    case = driver(kinds, Sink())
+    prefill(case, n)
+    assert by_group(taken(case)) == expected
+
+
+def test_a_hand_off_names_the_blocks_the_index_vouches_for_and_pins_each() -> None:
+    case = driver(sink=Sink())
+    request = prefill(case, 63)
+    for group, block, boundary in taken(case):
+        assert block == case.manager.index.find(group, request.block_hashes[boundary // UNIT - 1])
+        assert case.manager.hand_offs.pins[group, block] == 1
+    case.check()
+
+
+def test_hand_offs_are_given_out_once() -> None:
+    case = driver(sink=Sink())
+    request = prefill(case, 70)
+    assert set(case.manager.take_partial_tail_offloads()) == {"r"}
+    assert case.manager.take_partial_tail_offloads() == {}
+    assert not case.manager.finalize_partial_tail_offloads(request)
+
+
+def test_what_a_request_that_ends_leaves_behind_is_given_out_once() -> None:
+    """A producer of one token: its tail is there in the very step that ends it."""
+    case = driver(sink=Sink())
+    request = prefill(case, 40)
+    case.manager.publish_last_state(request, finished=True)
+    assert by_group(list(case.manager.finalize_partial_tail_offloads(request))) == {0: [32], 1: [32]}
+    assert not case.manager.finalize_partial_tail_offloads(request)
+
+
+def test_an_answer_is_handed_off_when_the_request_ends() -> None:
+    case = driver(sink=Sink())
+    request = prefill(case, 40)
+    taken(case)
+    while request.num_computed_tokens < 90:
+        case.compute(request)
+        assert case.manager.take_partial_tail_offloads() == {}, "an answer's state is private until the end"
+    case.manager.publish_last_state(request, finished=True)
+    assert by_group(list(case.manager.finalize_partial_tail_offloads(request))) == {0: [64, 80], 1: [80]}
+
+
+def test_a_preempted_request_hands_nothing_off() -> None:
+    case = driver(sink=Sink())
+    request = prefill(case, 100, chunk=48)
+    case.preempt(request)
+    assert case.manager.take_partial_tail_offloads() == {}
+    census(case.manager)
+
+
+def test_full_blocks_are_handed_off_once_and_a_grown_tail_again() -> None:
+    case = driver(sink=Sink())
+    request = case.new("r", range(100), checkpoint_at=(48,))
+    assert case.admit(request, 48)
+    case.step({request: 48})
+    assert by_group(taken(case)) == {0: [32, 48], 1: [48]}
+    case.compute(request)
+    assert by_group(taken(case)) == {0: [64, 96], 1: [96]}
+
+
+def test_what_is_known_stored_is_left_out() -> None:
+    sink = Sink()
+    case = driver(sink=sink)
+    request = prefill(case, 40)
+    case.manager.release_hand_off(taken(case))
+    case.finish(request)
+    sink.stored |= {(0, case.manager.index.find(0, request.block_hashes[1]))}
+    again = case.new("again", [*range(40), *range(500, 530)])
+    assert case.admit(again)
+    case.step({again: 38})
+    assert by_group(taken(case)) == {0: [64], 1: [64]}
+
+
+def test_pins_outlive_the_request_and_end_with_their_release() -> None:
+    case = driver(sink=Sink())
+    request = prefill(case, 70)
+    entries = taken(case)
+    case.finish(request)
+    assert all(case.manager.pool.num_references(group, block) == 1 for group, block, _ in entries)
+    case.check()
+    assert not case.manager.reset_prefix_cache(), "a reset took blocks a job holds"
+    case.manager.release_hand_off(entries[:1])
+    case.manager.release_hand_off(entries[1:])
+    census(case.manager)
+
+
+def test_pins_nobody_took_end_with_the_request() -> None:
+    case = driver(sink=Sink())
+    case.finish(prefill(case, 70))
+    census(case.manager)
+
+
+def test_a_pin_is_not_given_back_twice() -> None:
+    case = driver(sink=Sink())
+    prefill(case, 70)
+    entries = taken(case)
+    case.manager.release_hand_off(entries)
+    with pytest.raises(AssertionError, match="no hand-off pin"):
+        case.manager.release_hand_off(entries)
+
+
+def test_a_boundary_some_group_cannot_restore_is_not_handed_off() -> None:
+    case = driver(sink=Sink())
+    request = prefill(case, 70)
+    taken(case)
+    state = case.manager.index.find(1, request.block_hashes[3])
+    case.manager.pool.unpublish(1, state)
+    assert case.manager.hand_offs.make(request.block_hashes, 64, 0) == []
+
+
+def test_a_frozen_block_that_is_handed_off_is_not_written_again() -> None:
+    """The pin makes the successor a need: the freeze can no longer be taken back."""
+    case = driver(sink=Sink())
+    request = prefill(case, 64)
+    entries = taken(case)
+    frozen = next(block for group, block, boundary in entries if (group, boundary) == (1, 64))
+    assert case.manager.allocate_slots(request, 1) is not None
+    step = case.manager.state_step(request)
+    assert step is not None
+    assert (step.read_block, step.write_block == frozen) == (frozen, False)
+    case.step({request: 1})
+    case.check()

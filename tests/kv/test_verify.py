@@ -1,0 +1,71 @@
+"""The self-check finds every count that is wrong."""
+
+from collections.abc import Callable
+
+import pytest
+
+from dalsegno.config import CacheConfig
+from dalsegno.kv.manager import KVCacheManager
+from dalsegno.kv.verify import census
+from dalsegno.testing.builders import make_layout
+from dalsegno.types import BlockCopy
+from tests.kv.driver import Driver
+
+Fault = Callable[[KVCacheManager], object]
+
+FAULTS: dict[str, Fault] = {
+    "a reference too many": lambda m: m.pool.pin(0, m.requests["r"].tables[0][0]),
+    "a reference too few": lambda m: m.pool.unpin(0, m.requests["r"].tables[0][0]),
+    "a table that lost a block": lambda m: m.requests["r"].tables[0].pop(),
+    "a state nobody owns": lambda m: setattr(m.requests["r"].state, "current", 0),
+    "a copy nobody pinned": lambda m: m.copies_in_flight.append(("r", BlockCopy(0, 1, 2, 3))),
+    "a hand-off nobody pinned": lambda m: m.hand_offs.pins.update({(0, 1): 1}),
+    "a miscounted slab": lambda m: setattr(m.pool, "reclaimable", m.pool.reclaimable + 1),
+    "a miscounted open block": lambda m: m.pool.open.__setitem__(0, m.pool.open[0] - 1),
+    "a slab bound to nobody": lambda m: m.pool.bound.__setitem__(m.pool.bound.index(0), -1),
+    "a slab bound to another group": lambda m: m.pool.bound.__setitem__(m.pool.bound.index(1), 0),
+    "a node under another hash": lambda m: m.index.nodes.update({m.index.groups: m.index.nodes.popitem()[1]}),  # type: ignore[dict-item]
+    "a child unknown to its parent": lambda m: next(n for n in m.index.nodes.values() if n.children).children.clear(),
+    "a boundary out of step": lambda m: setattr(next(n for n in m.index.nodes.values() if n.parent), "boundary", 7),
+    "a lost live child": lambda m: setattr(next(n for n in m.index.nodes.values() if n.children), "live_children", 9),
+    "a wrong reachable flag": lambda m: setattr(list(m.index.nodes.values())[1], "reachable", False),
+    "a block that vouches unknowingly": lambda m: list(m.index.nodes.values())[1].blocks.__setitem__(0, 99),
+}
+
+
+def busy() -> Driver:
+    """A manager with a cached chain and a running request."""
+    config = CacheConfig(block_size=32)
+    case = Driver(make_layout("as", config, num_slabs=40), config)
+    case.serve("old", range(100, 170), 20)
+    request = case.new("r", range(70))
+    assert case.admit(request)
+    case.step({request: 70})
+    return case
+
+
+def test_a_sound_manager_passes() -> None:
+    busy().manager.verify()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_count_is_found(name: str) -> None:
+    manager = busy().manager
+    FAULTS[name](manager)
+    with pytest.raises(AssertionError):
+        manager.verify()
+
+
+def test_a_census_finds_what_a_request_left_behind() -> None:
+    case = busy()
+    with pytest.raises(AssertionError, match="request entries left"):
+        census(case.manager)
+    for blocks in list(case.manager.requests.values()):
+        case.manager.coordinator.release(blocks)
+    case.manager.requests.clear()
+    census(case.manager)
+    block = next(iter(case.manager.index.published(0)))
+    case.manager.pool.pin(0, block)
+    case.manager.hand_offs.pins[0, block] += 1
+    with pytest.raises(AssertionError, match="references left"):
+        census(case.manager)
