@@ -1,7 +1,7 @@
-"""Random steps of the two state ops, with poisoned memory and a reference to compare with."""
+"""Random steps of the state ops, with poisoned memory and a reference to compare with."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,13 @@ from dalsegno.ops import reference
 from dalsegno.ops.batch import StateBatch
 from dalsegno.ops.causal_conv import causal_conv
 from dalsegno.ops.gated_delta import gated_delta_rule
+from dalsegno.ops.selective_scan import selective_scan
 from tests.ops.memory import BlockDealer, SlabMemory, offsets_of, same_memory, state_cache
 
 HEADS, KEY_DIM, VALUE_DIM, CHANNELS, KERNEL = 3, 8, 5, 7, 4
 SHAPES = {"conv": (CHANNELS, KERNEL - 1), "recurrent": (HEADS, KEY_DIM, VALUE_DIM)}
+SCAN_HEADS, HEAD_DIM, STATE_DIM = 6, 5, 8
+SCAN_SHAPES = {"recurrent": (SCAN_HEADS, HEAD_DIM, STATE_DIM)}
 
 
 @dataclass
@@ -77,6 +80,46 @@ class ConvInputs:
         return ConvInputs(self.x[begin:end], self.weight, self.bias, self.activation)
 
 
+@dataclass
+class ScanInputs:
+    """Inputs of the selective scan; `part(begin, end)` is a run of tokens."""
+
+    value: Tensor
+    step: Tensor
+    rate: Tensor
+    key: Tensor
+    query: Tensor
+    skip: Tensor
+
+    @staticmethod
+    def random(num_tokens: int, seed: int = 0, decay: float = 0.1, groups: int = 2) -> "ScanInputs":
+        """Draw inputs; equal seeds give equal rates and skips. `decay` scales the logarithms of the decays."""
+        g = torch.Generator().manual_seed(seed)
+        rate, skip = -decay * torch.rand(SCAN_HEADS, generator=g), torch.randn(SCAN_HEADS, generator=g)
+        return ScanInputs(
+            torch.randn(num_tokens, SCAN_HEADS, HEAD_DIM, generator=g),
+            torch.rand(num_tokens, SCAN_HEADS, generator=g),
+            rate,
+            torch.randn(num_tokens, groups, STATE_DIM, generator=g) * STATE_DIM**-0.5,
+            torch.randn(num_tokens, groups, STATE_DIM, generator=g) * STATE_DIM**-0.5,
+            skip,
+        )
+
+    def part(self, begin: int, end: int) -> "ScanInputs":
+        """Return tokens `[begin, end)`."""
+        value, step, key, query = (x[begin:end] for x in (self.value, self.step, self.key, self.query))
+        return ScanInputs(value, step, self.rate, key, query, self.skip)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the six, in the op's order."""
+        return self.value, self.step, self.rate, self.key, self.query, self.skip
+
+
+def run_scan(inputs: ScanInputs, memory: SlabMemory, batch: StateBatch) -> Tensor:
+    """Run the fast selective scan."""
+    return selective_scan(*inputs.tensors(), state_cache(memory, batch))
+
+
 def run_delta(inputs: DeltaInputs, memory: SlabMemory, batch: StateBatch) -> Tensor:
     """Run the fast gated delta rule."""
     return gated_delta_rule(*inputs.tensors(), state_cache(memory, batch))
@@ -88,12 +131,17 @@ def run_conv(inputs: ConvInputs, memory: SlabMemory, batch: StateBatch) -> Tenso
     return causal_conv(inputs.x, inputs.weight, inputs.bias, cache, activation=inputs.activation)
 
 
-def check_against_reference(inputs: DeltaInputs | ConvInputs, memory: SlabMemory, batch: StateBatch) -> Tensor:
+def check_against_reference(
+    inputs: DeltaInputs | ConvInputs | ScanInputs, memory: SlabMemory, batch: StateBatch
+) -> Tensor:
     """Run op and reference on equal memory; compare outputs and every byte; return the op's output."""
     other = memory.clone()
     if isinstance(inputs, DeltaInputs):
         out = run_delta(inputs, memory, batch)
         expected = reference.gated_delta_rule(*inputs.tensors(), state_cache(other, batch))
+    elif isinstance(inputs, ScanInputs):
+        out = run_scan(inputs, memory, batch)
+        expected = reference.selective_scan(*inputs.tensors(), state_cache(other, batch))
     else:
         out = run_conv(inputs, memory, batch)
         cache = state_cache(other, batch)
@@ -104,19 +152,21 @@ def check_against_reference(inputs: DeltaInputs | ConvInputs, memory: SlabMemory
     return out
 
 
-def random_state_step(lengths: Sequence[int], per_slab: int, seed: int) -> tuple[SlabMemory, StateBatch]:
+def random_state_step(
+    lengths: Sequence[int], per_slab: int, seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> tuple[SlabMemory, StateBatch]:
     """Return memory and a batch: null and given read blocks, in place or not, up to four exports per request.
 
     Some rows read the block that another row writes.
     """
     rng = random.Random(seed)
-    memory = SlabMemory(SHAPES, 1 + -(-7 * len(lengths) // per_slab), per_slab, gap=rng.choice([0, 3]))
+    memory = SlabMemory(shapes, 1 + -(-7 * len(lengths) // per_slab), per_slab, gap=rng.choice([0, 3]))
     dealer = BlockDealer(memory, seed)
     write = dealer.take(len(lengths))
     read = []
     for row, block in enumerate(write):
         read.append(rng.choice([0, block, *dealer.take(), rng.choice(write)]))
-        for name in SHAPES if read[row] else ():
+        for name in shapes if read[row] else ():
             memory.block(name, read[row]).normal_(generator=torch.Generator().manual_seed(seed + row))
     exports = [
         (row, count, dealer.take()[0])

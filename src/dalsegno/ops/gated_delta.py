@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from dalsegno.ops.batch import StateLayerCache
+from dalsegno.ops.decays import LEAST_LOG_DECAY, tile_decays
 from dalsegno.ops.tiles import TileGrid
 
 __all__ = ["gated_delta_rule"]
-
-# exp(-87) is the smallest normal float32; what decays further is as good as gone, and denormals are slow.
-_LEAST_LOG_DECAY = -87.0
 
 
 @dataclass(slots=True)
@@ -105,7 +103,7 @@ def _single_step(inputs: _Inputs, states: Tensor) -> Tensor:
 
     The output is put together from query and key times the old state, so the state is read once and updated once.
     """
-    decay = inputs.log_decay.clamp(min=_LEAST_LOG_DECAY).exp()[:, :, None]
+    decay = inputs.log_decay.clamp(min=LEAST_LOG_DECAY).exp()[:, :, None]
     both = torch.stack([inputs.query, inputs.key], dim=2) @ states
     both *= decay[..., None]
     delta = inputs.beta[:, :, None] * (inputs.value - both[:, :, 1])
@@ -161,7 +159,7 @@ class _Tiles:
 def _prepare(inputs: _Inputs, grid: TileGrid) -> _Tiles:
     """Do the work inside tiles, all tiles at once."""
     query, key, value, log_decay, beta = _gather(inputs, grid)
-    total, within = _decays(log_decay)
+    total, within = tile_decays(log_decay)
     value_dim = value.shape[-1]
     right = value.new_empty(*value.shape[:-1], value_dim + key.shape[-1])
     torch.mul(value, beta, out=right[..., :value_dim])
@@ -195,17 +193,6 @@ def _gather(inputs: _Inputs, grid: TileGrid) -> list[Tensor]:
         for x in tiled[1:]:
             x.index_fill_(0, paddings, 0.0)
     return [x.view(grid.num_tiles * num_heads, grid.size, -1) for x in tiled]
-
-
-def _decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decay from the tile's begin to each token, and `[..., i, j]` from token j to token i >= j, else 0.
-
-    The logarithms add up to large numbers whose differences matter, hence float64. Differences above the diagonal are
-    positive and would overflow: they are cut to 0 before and to nothing after.
-    """
-    reach = log_decay.clamp(min=_LEAST_LOG_DECAY).double().cumsum(dim=-2)
-    within = (reach - reach.mT).float().clamp_(min=_LEAST_LOG_DECAY, max=0.0).exp_().tril_()
-    return reach.float().clamp_(min=_LEAST_LOG_DECAY).exp_(), within
 
 
 def _solve_unit_lower(lower: Tensor, right: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dalsegno.ops.batch import PagedLayerCache, StateLayerCache
 
-__all__ = ["causal_conv", "gated_delta_rule", "paged_attention"]
+__all__ = ["causal_conv", "gated_delta_rule", "paged_attention", "selective_scan"]
 
 
 def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: PagedLayerCache, scale: float) -> Tensor:
@@ -61,6 +61,35 @@ def gated_delta_rule(
             delta = beta[token].float()[:, None] * (value[token].float() - predicted)
             state += key[token].float()[:, :, None] * delta[:, None, :]
             out[token] = torch.einsum("hk,hkv->hv", query[token].float(), state)
+            _note_exports(batch.exports, row, token - begin + 1, state, written)
+        written[batch.write_blocks[row]] = state
+    _write_states(cache, part, written)
+    return out.to(value.dtype)
+
+
+def selective_scan(
+    value: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    key: Tensor,
+    query: Tensor,
+    skip: Tensor,
+    cache: StateLayerCache,
+    part: str = "recurrent",
+) -> Tensor:
+    """Define `dalsegno.ops.selective_scan.selective_scan`."""
+    batch = cache.batch
+    out = torch.empty(value.shape)
+    written: dict[int, Tensor] = {}
+    for row, state in enumerate(_read_states(cache, part)):
+        begin, end = batch.query_start[row], batch.query_start[row + 1]
+        for token in range(begin, end):
+            for head in range(value.shape[1]):
+                group = head // (value.shape[1] // key.shape[1])
+                x, dt = value[token, head].float(), step[token, head].float()
+                state[head] *= (rate[head].float() * dt).exp()
+                state[head] += torch.outer(dt * x, key[token, group].float())
+                out[token, head] = state[head] @ query[token, group].float() + skip[head].float() * x
             _note_exports(batch.exports, row, token - begin + 1, state, written)
         written[batch.write_blocks[row]] = state
     _write_states(cache, part, written)

@@ -1,4 +1,4 @@
-"""Cutting a step's tokens into tiles for the gated delta rule.
+"""Cutting a step's tokens into tiles for the ops that carry a state from token to token.
 
 A tile is a run of at most `TILE_SIZE` tokens of one request. Tiles end at every export boundary, so the state between
 two tiles is exactly the state to export. Work inside tiles is batched over all tiles of all requests; only the state
