@@ -54,8 +54,6 @@ class EngineCore:
         # What happened and was not returned yet; an interrupt that leaves `step` takes nothing of it along.
         self._updates: list[RequestUpdate] = []
         self._num_idle_steps = 0
-        # Updates of a step that an interrupt cut short; the next step returns them.
-        self._undelivered: list[RequestUpdate] = []
         if debug:
             self.manager.pool.on_fill = worker.poison
         needed = self.manager.slabs_alone(scheduler_config.max_model_len)

@@ -1,10 +1,12 @@
 """Between callers and the engine core: checked prompts go in, results with text come out.
 
 One `Answer` follows one prompt, whoever waits for it; a step advances all of them. Stop strings are found here, since
-only here there is text. Used from one thread, the engine's.
+only here there is text. Used from one thread, the engine's; only `abort` may come at any moment, since the garbage
+collector closes a stream that was dropped wherever it finds it, inside a step too.
 """
 
 import hashlib
+import threading
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -135,6 +137,10 @@ class FrontEnd:
         self._seed = seed
         self._num_submitted = 0
         self._samples: dict[str, _Sample] = {}
+        self._closed = False
+        # Held while the core is at work: who comes in between leaves his aborts to the step that is under way.
+        self._busy = threading.Lock()
+        self._left_aborts = False
 
     def check(self, params: SamplingParams, where: str = "sampling_params") -> None:
         """Raise `RequestError` if this engine cannot sample as asked."""
@@ -150,38 +156,74 @@ class FrontEnd:
         """Queue checked prompts; either all of them are queued or none.
 
         Raises:
-            RequestError: one of them can never be served; the others are taken back.
+            RequestError: one of them can never be served, and the others are taken back; or the engine is closed.
         """
+        self._check_open()
         answers: list[Answer] = []
         try:
-            for prompt, params in batch:
-                answers.append(self._submit_one(prompt, params))
+            with self._busy, uninterrupted():
+                for prompt, params in batch:
+                    answers.append(self._submit_one(prompt, params))
         except BaseException:
             self.abort(answers)
             raise
         return answers
 
     def step(self) -> None:
-        """Advance the engine by one step and the answers with it; a Ctrl-C is raised after the step."""
-        with uninterrupted():
-            for update in self._core.step():
-                self._take(update)
+        """Advance the engine by one step and the answers with it; a Ctrl-C is raised after the step.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        self._check_open()
+        with self._busy:
+            self._advance()
 
     def abort(self, answers: Iterable[Answer]) -> None:
-        """End answers that nobody waits for; returns when the engine holds nothing of them."""
+        """End answers that nobody waits for; returns when the engine holds nothing of them, or inside a step at once.
+
+        The step under way then takes them.
+        """
         aborted = False
         for answer in answers:
             for sample in answer.samples:
                 if self._samples.pop(sample.request.request_id, None) is not None:
                     self._core.abort(sample.request.request_id)
                     aborted = True
-        if aborted:
-            self.step()
+        if not aborted or self._closed:
+            return
+        self._left_aborts = True
+        if self._busy.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._busy.release()
+
+    def close(self) -> None:
+        """Drop what is unfinished and give back the memory; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._samples.clear()
+            self._core.close()
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether any request is queued or running, whoever waits for it."""
         return self._core.has_unfinished_requests
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("this engine has been closed; what was unfinished has been dropped")
+
+    def _advance(self) -> None:
+        """Step until no abort is left that came during a step."""
+        while True:
+            self._left_aborts = False
+            with uninterrupted():
+                for update in self._core.step():
+                    self._take(update)
+            if not self._left_aborts:
+                return
 
     def _submit_one(self, prompt: Prompt, params: SamplingParams) -> Answer:
         number = self._num_submitted

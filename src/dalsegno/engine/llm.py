@@ -182,10 +182,10 @@ class LLM:
         self.core.verify()
 
     def close(self) -> None:
-        """Give back the memory; unfinished requests are dropped. A second call does nothing."""
+        """Give back the memory; unfinished requests are dropped, their streams raise. A second call does nothing."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.core.close()
+            engine.front_end.close()
 
     def __enter__(self) -> Self:
         return self

@@ -119,7 +119,10 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, now: float, stop_reason: int | str | None = None
     ) -> list[RequestUpdate]:
-        """End a request between two steps; unknown ids are ignored."""
+        """End a request between two steps; unknown ids are ignored.
+
+        A sample that still waits for the prefill of its prompt ends alone; with the sample that carries it all end.
+        """
         for request in self.running:
             if request.request_id == request_id:
                 request.stop_reason = stop_reason
@@ -130,6 +133,11 @@ class Scheduler:
                 request.stop_reason = stop_reason
                 self.waiting.remove(request)
                 return self._end(request, reason, now)
+        for request in self.requests():
+            for sibling in request.siblings:
+                if sibling.request_id == request_id:
+                    request.siblings.remove(sibling)
+                    return self._end(sibling, reason, now)
         return []
 
     # Planning.
@@ -215,7 +223,8 @@ class Scheduler:
             alone = not self.running
             num_tokens = self._chunk(request, computed.boundary, budget)
             room = self._most_tokens(request) if alone else request.num_tokens
-            if (alone or not request.packed) and self.manager.allocate_slots(
+            beside = not request.packed and len(self.running) < self.config.max_num_seqs
+            if (alone or beside) and self.manager.allocate_slots(
                 request, num_tokens, computed, room_for_tokens=room, packed=request.packed
             ):
                 break
