@@ -6,7 +6,10 @@ from typing import Any
 
 from dalsegno.errors import OptionError
 
-__all__ = ["check_foreign_options", "check_integer"]
+__all__ = ["check_foreign_options", "check_integer", "nearest_name"]
+
+# Half of all letters in common is seen between names that have nothing to do with each other.
+_LIKENESS = 0.6
 
 
 def check_foreign_options(
@@ -28,9 +31,15 @@ def check_foreign_options(
                 continue
             allowed = " or ".join(repr(off) for off in off_values[name])
             raise OptionError(f"{owner} does not support {name}={value!r}; only {name}={allowed} is accepted")
-        nearest = difflib.get_close_matches(name, [*names, *off_values], n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else f"; valid names: {', '.join(sorted(names))}"
-        raise OptionError(f"{owner} has no option {name!r}{hint}")
+        nearest = nearest_name(name, names) or nearest_name(name, off_values)
+        hint = f"did you mean {nearest}?" if nearest else f"valid names: {', '.join(sorted(names))}"
+        raise OptionError(f"{owner} has no option {name!r}; {hint}")
+
+
+def nearest_name(name: str, valid: Iterable[str]) -> str | None:
+    """Return the valid name that `name` looks most like, None where it looks like none of them."""
+    nearest = difflib.get_close_matches(name, list(valid), n=1, cutoff=_LIKENESS)
+    return nearest[0] if nearest else None
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:

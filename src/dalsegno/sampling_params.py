@@ -1,7 +1,7 @@
 """What a caller asks of sampling, under the names vLLM users know."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,19 +15,25 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "bad_words": (None, []),
     "best_of": (None, 1),
     "detokenize": (True,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
     "frequency_penalty": (0,),
     "guided_decoding": (None,),
     "include_stop_str_in_output": (False,),
     "logit_bias": (None,),
     "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
     "logprobs": (None,),
     "min_p": (0,),
     "presence_penalty": (0,),
     "prompt_logprobs": (None,),
+    "repetition_detection": (None,),
     "repetition_penalty": (1,),
+    "skip_reading_prefix_cache": (None, False),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
 }
 
@@ -86,7 +92,7 @@ class SamplingParams:
             "top_k": max(0, check_integer("top_k", top_k, -1)),
             "seed": None if seed is None else check_integer("seed", seed, -(2**63), 2**63 - 1),
             "stop": _stop_strings(stop),
-            "stop_token_ids": tuple(check_integer("stop_token_ids", i, 0) for i in stop_token_ids or ()),
+            "stop_token_ids": _stop_token_ids(stop_token_ids),
             "ignore_eos": _flag("ignore_eos", ignore_eos),
             "max_tokens": None if max_tokens is None else check_integer("max_tokens", max_tokens, 1),
             "min_tokens": check_integer("min_tokens", min_tokens, 0, max_tokens),
@@ -112,8 +118,21 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for string in strings:
-        if not isinstance(string, str) or not string:
-            raise OptionError(f"stop must be a non-empty string or a list of them, got {string!r}")
-    return strings
+    given = (stop,) if isinstance(stop, str) else _items(stop)
+    if given is None or not all(isinstance(string, str) and string for string in given):
+        raise OptionError(f"stop must be a non-empty string or a list of them, got {stop!r}")
+    return given
+
+
+def _stop_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    given = _items(ids)
+    if given is None:
+        raise OptionError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+    return tuple(check_integer("stop_token_ids", token_id, 0) for token_id in given)
+
+
+def _items(given: Any) -> tuple[Any, ...] | None:
+    """What a list holds (None is an empty one), or None where `given` is no list."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable | None):
+        return None
+    return tuple(given or ())

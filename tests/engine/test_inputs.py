@@ -76,6 +76,7 @@ def test_all_keys_are_taken_over() -> None:
         ({"prompt": "a", "zzz": "x"}, "no key 'zzz'; valid keys: prompt, "),
         ({"prompt": "a", 3: "x"}, "no key 3"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "text only"),
+        ({"prompt_embeds": [[0.5]]}, "text only"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a string of 1 to 128"),
         ({"prompt": "a", "cache_salt": 5}, "cache_salt must be"),
         ({"prompt": "a", "cache_salt": "x" * 129}, "cache_salt must be"),
@@ -113,8 +114,10 @@ def test_a_single_prompt_needs_no_list_around_it() -> None:
     assert list_prompts(mixed) == mixed
     assert list_prompts([]) == []
     assert list_prompts([[]]) == [[]]
-    with pytest.raises(RequestError, match="prompts must be"):
-        list_prompts(5)  # type: ignore[arg-type]
+    wrong: list[Any] = [5, None, b"abc"]
+    for given in wrong:
+        with pytest.raises(RequestError, match="prompts must be"):
+            list_prompts(given)
 
 
 def test_a_rendered_conversation_keeps_text_and_marks() -> None:

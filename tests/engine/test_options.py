@@ -93,7 +93,7 @@ def test_vllms_name_of_the_unit_is_accepted_and_a_conflict_is_not() -> None:
     assert EngineOptions.from_keywords(both | {"prefix_match_unit": 32}).hash_block_size == 32
     with pytest.raises(OptionError, match="prefix_match_unit=16 and hash_block_size=32"):
         EngineOptions.from_keywords(both | {"prefix_match_unit": 16})
-    with pytest.raises(OptionError, match="hash_block_size must be an integer"):
+    with pytest.raises(OptionError, match="prefix_match_unit must be an integer"):
         EngineOptions.from_keywords({"prefix_match_unit": "16"})
 
 
@@ -139,6 +139,11 @@ def test_no_option_of_ours_is_in_the_foreign_list() -> None:
 def test_an_unknown_option_is_refused_with_the_nearest_valid_name(typo: str, nearest: str) -> None:
     with pytest.raises(OptionError, match=f"no option '{typo}'; did you mean {nearest}"):
         EngineOptions.from_keywords({typo: 1})
+
+
+def test_an_unknown_option_like_none_of_ours_gets_all_names() -> None:
+    with pytest.raises(OptionError, match="no option 'watermark'; valid names: block_size, debug"):
+        EngineOptions.from_keywords({"watermark": 1})
 
 
 def test_none_is_filled_in_from_the_model_and_the_unit() -> None:

@@ -4,7 +4,6 @@ A whole batch is checked before any of it is queued, so a bad prompt costs nothi
 become a u32 buffer here, once.
 """
 
-import difflib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from dalsegno.errors import RequestError
 from dalsegno.hashing.block_hash import to_token_array
+from dalsegno.options import nearest_name
 
 __all__ = ["Prompt", "PromptLike", "PromptParser", "list_prompts", "token_buffer"]
 
@@ -20,7 +20,7 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 _TEXT_KEYS = ("prompt", "prompt_token_ids")
 _EXTRA_KEYS = ("cache_salt", "priority", "checkpoint_at")
-_FOREIGN_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+_FOREIGN_KEYS = ("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids", "prompt_embeds")
 _MAX_SALT_LENGTH = 128
 
 
@@ -44,11 +44,15 @@ class Prompt:
 
 
 def list_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
-    """Return the prompts as a list: a text, a dict, or a non-empty list of integers is one prompt by itself."""
+    """Return the prompts as a list: a text, a dict, or a non-empty list of integers is one prompt by itself.
+
+    Raises:
+        RequestError: it is none of these, nor a list of them.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError(f"prompts must be a text, token ids, a dict, or a list of these, got {prompts!r}")
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be a text, token ids, a dict, or a list of these, got {_brief(prompts)}")
     found: list[Any] = list(prompts)
     if found and not any(isinstance(prompt, str | Mapping | Iterable) for prompt in found):
         return [found]
@@ -132,8 +136,8 @@ class PromptParser:
                 continue
             if key in _FOREIGN_KEYS:
                 raise RequestError(f"{where}: {key!r} is not supported; prompts are text only")
-            nearest = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"valid keys: {', '.join(valid)}"
+            nearest = nearest_name(str(key), valid)
+            hint = f"did you mean {nearest!r}?" if nearest else f"valid keys: {', '.join(valid)}"
             raise RequestError(f"{where} has no key {key!r}; {hint}")
 
 

@@ -103,11 +103,13 @@ class EngineOptions:
         foreign = {name: value for name, value in given.items() if name not in names}
         unit = foreign.pop("prefix_match_unit", None)
         check_foreign_options(foreign, FOREIGN_OFF_VALUES, [*names, "prefix_match_unit"], owner)
-        if unit is not None and own.setdefault("hash_block_size", unit) != unit:
-            raise OptionError(
-                f"prefix_match_unit={unit!r} and hash_block_size={own['hash_block_size']!r} are two names of one "
-                "option; give one of them, or the same value"
-            )
+        if unit is not None:
+            check_integer("prefix_match_unit", unit, 1)
+            if own.setdefault("hash_block_size", unit) != unit:
+                raise OptionError(
+                    f"prefix_match_unit={unit!r} and hash_block_size={own['hash_block_size']!r} are two names of one "
+                    "option; give one of them, or the same value"
+                )
         return cls(**own)
 
     def cache_config(self) -> CacheConfig:
