@@ -373,6 +373,23 @@ def test_chat_errors_are_request_errors(llm: LLM) -> None:
     _census(llm)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"add_generation_prompt": "no"}, "add_generation_prompt must be True or False, got 'no'"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs cannot set 'tokenize'"),
+        ({"chat_template_kwargs": {"padding": True}}, "chat_template_kwargs cannot set 'padding'"),
+        ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs must be a dict"),
+        ({"tools": "get"}, "tools must be a list"),
+    ],
+)
+def test_an_option_of_chat_that_would_do_nothing_or_harm_is_refused(
+    llm: LLM, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        llm.chat([{"role": "user", "content": "hi"}], **options)
+
+
 def test_a_chat_can_be_streamed(llm: LLM) -> None:
     outputs = list(llm.stream_chat(MESSAGES, _params()))
     assert _tokens(outputs[-1]) == _expected(llm, outputs[-1].prompt_token_ids, 12)

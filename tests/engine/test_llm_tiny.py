@@ -70,6 +70,7 @@ def test_a_chat_with_tools_hits_its_own_turns(llm: LLM) -> None:
 def test_the_start_up_plan_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "dalsegno"), LLM(tiny_model(KIND), **SMALL) as llm:
         assert llm.start_up_plan in caplog.text
+    assert f"loading {tiny_model(KIND)}: float32 on cpu, up to 1024 tokens" in caplog.text
 
 
 BAD_PROMPTS: list[tuple[Any, dict[str, Any]]] = [
@@ -99,6 +100,21 @@ def test_after_bad_input_the_same_engine_answers_as_before(llm: LLM, prompt: Any
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(CheckpointError, match="there is no model folder /no/such"):
         LLM("/no/such/folder")
+
+
+@pytest.mark.parametrize("model", ["", 5, None])
+def test_what_is_no_model_name_is_refused(model: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"model must be a folder or a hub id, got {model!r}"):
+        LLM(model)
+
+
+def test_an_architecture_that_is_not_supported_is_named_before_anything_else_is_read(tmp_path: Path) -> None:
+    folder = _copy(tmp_path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}), encoding="utf-8")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel"):
+        LLM(folder, **SMALL)
 
 
 def test_a_missing_tokenizer_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from dalsegno.engine.tokenizer import Tokenizer, load_tokenizer
 from dalsegno.errors import OptionError
 from dalsegno.kv.layout import plan_layout
 from dalsegno.kv.start_up import describe_plan
-from dalsegno.models.checkpoint import read_end_token_ids, read_generation_config, resolve_model_path
+from dalsegno.models.checkpoint import read_config, read_end_token_ids, read_generation_config, resolve_model_path
 
 if TYPE_CHECKING:
     import torch
@@ -59,48 +59,46 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
         CheckpointError: the model folder, or its tokenizer, cannot be served as it is.
         OptionError: an option does not fit the model or the machine.
     """
-    path = resolve_model_path(model)
-    # What is cheap to check comes before the weights.
-    tokenizer = None if options.skip_tokenizer_init else load_tokenizer(options.tokenizer or path)
-    end_token_ids = read_end_token_ids(path)
-    defaults = sampling_defaults(read_generation_config(path))
-    device = _device(options.device)
-    if options.threads is not None:
-        _set_threads(options.threads)
-
-    from dalsegno.models.registry import load_model
+    from dalsegno.models.registry import build_model, load_model
     from dalsegno.worker.model_worker import ModelWorker
 
-    network = load_model(path, _dtype(options, path, device), device)
-    scheduler_config = options.scheduler_config(network.max_model_len)
+    path = resolve_model_path(model)
+    device = _device(options.device)
+    dtype = _dtype(options, path, device)
+    if options.threads is not None:
+        _set_threads(options.threads)
+    # What can be checked without the weights comes before them.
+    scheduler_config = options.scheduler_config(build_model(read_config(path), dtype, "meta").max_model_len)
     cache_config = options.cache_config()
+    tokenizer = None if options.skip_tokenizer_init else load_tokenizer(options.tokenizer or path)
+    defaults = sampling_defaults(read_generation_config(path))
+    end_token_ids = _end_token_ids(path, tokenizer)
+    max_model_len = scheduler_config.max_model_len
+    _log.info("loading %s: %s on %s, up to %d tokens", path, str(dtype).removeprefix("torch."), device, max_model_len)
+    network = load_model(path, dtype, device)
     memory_bytes = options.kv_cache_memory_bytes or _default_memory_bytes(device)
     layout = plan_layout(network.cache_specs(), cache_config, memory_bytes=memory_bytes)
-    clock = MonotonicClock()
-    start_up_plan = describe_plan(layout, cache_config, scheduler_config.max_model_len)
+    start_up_plan = describe_plan(layout, cache_config, max_model_len)
     _log.info("%s", start_up_plan)
+    clock = MonotonicClock()
     worker = ModelWorker(network, layout, device)
     core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug)
-    if tokenizer is not None and tokenizer.end_token_id is not None:
-        end_token_ids |= {tokenizer.end_token_id}
-    return Engine(
-        core=core,
-        front_end=FrontEnd(
-            core,
-            clock,
-            tokenizer,
-            vocab_size=network.vocab_size,
-            end_token_ids=end_token_ids,
-            max_model_len=scheduler_config.max_model_len,
-            seed=options.seed,
-        ),
-        parser=PromptParser(
-            None if tokenizer is None else tokenizer.encode, network.vocab_size, scheduler_config.max_model_len
-        ),
-        tokenizer=tokenizer,
-        start_up_plan=start_up_plan,
-        sampling_defaults=defaults,
+    front_end = FrontEnd(
+        core,
+        clock,
+        tokenizer,
+        vocab_size=network.vocab_size,
+        end_token_ids=end_token_ids,
+        max_model_len=max_model_len,
+        seed=options.seed,
     )
+    parser = PromptParser(None if tokenizer is None else tokenizer.encode, network.vocab_size, max_model_len)
+    return Engine(core, front_end, parser, tokenizer, start_up_plan, defaults)
+
+
+def _end_token_ids(path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    own = None if tokenizer is None else tokenizer.end_token_id
+    return read_end_token_ids(path) | (frozenset() if own is None else {own})
 
 
 def _device(asked: str) -> "torch.device":

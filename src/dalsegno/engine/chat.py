@@ -82,7 +82,17 @@ def parse_conversation(messages: Any, tools: Any = None, *, where: str = "messag
     for index, schema in enumerate(schemas):
         if not isinstance(schema, Mapping):
             raise RequestError(f"tools[{index}] must be a dict with a function schema, got {schema!r:.60}")
-    return Conversation(found, schemas, **rendering)
+    conversation = Conversation(found, schemas, **rendering)
+    _check_rendering(conversation)
+    return conversation
+
+
+def _check_rendering(conversation: Conversation) -> None:
+    if not isinstance(conversation.add_generation_prompt, bool):
+        raise RequestError(f"add_generation_prompt must be True or False, got {conversation.add_generation_prompt!r}")
+    given = conversation.template_options
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"chat_template_kwargs must be a dict of template variables, got {given!r:.60}")
 
 
 def render_conversation(tokenizer: Tokenizer, conversation: Conversation, max_marks: int) -> RenderedConversation:

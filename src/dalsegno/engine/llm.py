@@ -53,8 +53,8 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self.options = EngineOptions.from_keywords(options)
-        self._model = os.fspath(model)
         self._engine: Engine | None = build_engine(model, self.options)
+        self._model = os.fspath(model)
 
     def generate(
         self,

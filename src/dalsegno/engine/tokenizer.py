@@ -8,6 +8,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dalsegno.models.checkpoint import resolve_model_path
 __all__ = ["EncodedText", "Tokenizer", "load_tokenizer"]
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TEMPLATE_VARIABLES = {"chat_template", "documents"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Tokenizer:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
+        # What the rendering function takes for itself; any other name reaches the template.
+        self._rendering_arguments = frozenset(signature(backend.apply_chat_template).parameters) - _TEMPLATE_VARIABLES
         self._special_ids = frozenset(backend.all_special_ids)
         # Added tokens cut the text before it is tokenized: what stands on either side does not change the other.
         self._cutting_ids = frozenset(backend.added_tokens_decoder) | self._special_ids
@@ -102,7 +106,7 @@ class Tokenizer:
             template_options: further variables of the template, such as `enable_thinking`.
 
         Raises:
-            RequestError: there is no chat template, or it refuses the conversation.
+            RequestError: there is no chat template, or it refuses the conversation or an option.
         """
         from jinja2 import TemplateError
 
@@ -110,6 +114,9 @@ class Tokenizer:
             raise RequestError(
                 "the tokenizer has no chat template; render the conversation yourself and use generate()"
             )
+        taken = self._rendering_arguments.intersection(template_options or ())
+        if taken:
+            raise RequestError(f"chat_template_kwargs cannot set {min(taken)!r}: it is no variable of the template")
         try:
             text: str = self.backend.apply_chat_template(
                 [dict(message) for message in messages],

@@ -80,6 +80,8 @@ def resolve_model_path(model: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: there is no such folder, or the hub could not deliver it.
     """
+    if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+        raise CheckpointError(f"model must be a folder or a hub id, got {model!r}")
     path = Path(model).expanduser()
     if path.is_dir():
         return path
