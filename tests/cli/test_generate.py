@@ -79,6 +79,21 @@ def test_json_is_one_object_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one["prompt"] for one in found] == ["fox", "dog"]
     assert [[a["text"] for a in one["outputs"]] for one in found] == _texts(engines, ["fox", "dog"], 3)
     assert found[0]["outputs"][0]["finish_reason"] == "length"
+    assert sum(found[0]["lost"].values()) == found[0]["num_prompt_tokens"] == found[0]["num_prefilled_tokens"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_failed_answer_is_status_1(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    engines = Engines(monkeypatch)
+
+    def fail(_plan: Any) -> None:
+        raise RuntimeError("no more")
+
+    engines.before_step = fail
+    result = run("generate", "m", "-p", "fox", *flags)
+    assert result.exit_code == 1
+    assert "engine error: 1 answers failed" in result.stderr
+    assert "no more" in (result.stdout if flags else result.stderr)
 
 
 def test_a_later_prompt_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,7 @@ are the tiny model's own babble; what counts is that caching does not change the
 import functools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dalsegno.cli.conversations import RecordedConversation, load_conversation
+from dalsegno.cli.terminal import status
 from dalsegno.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run_demo(*, session: int = 0, max_tokens: int = 16, llm_factory: "Callable[.
     conversation = load_conversation(session)
     with tempfile.TemporaryDirectory(prefix="dalsegno-demo-") as folder:
         model = Path(folder) / _KIND
-        with _status(f"building a tiny {_KIND} model"):
+        with status(f"building a tiny {_KIND} model"):
             from dalsegno.engine.llm import LLM
             from dalsegno.models.tiny import make_tiny_model
 
@@ -104,7 +104,7 @@ def _play(llm: "LLM", conversation: RecordedConversation, max_tokens: int, label
     llm.generate({"prompt": "warm-up " * 40, "cache_salt": "warm-up"}, params, use_tqdm=False)
     turns = conversation.turns()
     outputs = []
-    with _status(f"caching {label}") as show:
+    with status(f"caching {label}") as show:
         for number, messages in enumerate(turns, 1):
             show(f"caching {label}: turn {number} of {len(turns)}")
             outputs += llm.chat(messages, params, use_tqdm=False, tools=conversation.tools)
@@ -159,10 +159,3 @@ def _milliseconds(output: "RequestOutput") -> str:
 def _reasons(output: "RequestOutput") -> str:
     lost = output.hit_report.lost if output.hit_report is not None else {}
     return ", ".join(f"{reason} {num_tokens}" for reason, num_tokens in lost.items()) or "-"
-
-
-@contextmanager
-def _status(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal's stderr what is being done; yields a function that changes the text."""
-    with Console(stderr=True).status(text) as status:
-        yield status.update

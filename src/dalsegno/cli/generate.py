@@ -8,6 +8,7 @@ from typing import Any
 from dalsegno.cli.terminal import note, summary
 from dalsegno.engine.llm import LLM
 from dalsegno.engine.outputs import RequestOutput
+from dalsegno.errors import EngineError
 from dalsegno.sampling_params import SamplingParams
 
 __all__ = ["AnswerPrinter", "cli_sampling_params", "run_generate"]
@@ -27,19 +28,37 @@ def run_generate(
 
     Raises:
         UserError: a bad option, model folder or prompt.
+        EngineError: some answers failed; the others have been printed.
     """
     # What can be checked without the model is.
     SamplingParams(**sampling_options)
     with LLM(model, **engine_options) as llm:
         params = cli_sampling_params(llm, sampling_options)
-        if json_lines:
-            for output in llm.generate(list(prompts), params):
-                sys.stdout.write(json.dumps(_as_json(output)) + "\n")
-            return
-        printer = AnswerPrinter(prompts, params.n)
-        for output in llm.stream(list(prompts), params):
-            # A fresh engine numbers its requests from 0, in the order of the prompts.
-            printer.show(int(output.request_id), output)
+        answer = _print_json if json_lines else _print_texts
+        num_failed = answer(llm, prompts, params)
+    if num_failed:
+        raise EngineError(f"{num_failed} answers failed")
+
+
+def _print_json(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> int:
+    outputs = llm.generate(list(prompts), params)
+    for output in outputs:
+        sys.stdout.write(json.dumps(_as_json(output)) + "\n")
+    return sum(map(_num_failed, outputs))
+
+
+def _print_texts(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> int:
+    printer = AnswerPrinter(prompts, params.n)
+    num_failed = 0
+    for output in llm.stream(list(prompts), params):
+        # A fresh engine numbers its requests from 0, in the order of the prompts.
+        printer.show(int(output.request_id), output)
+        num_failed += _num_failed(output) if output.finished else 0
+    return num_failed
+
+
+def _num_failed(output: RequestOutput) -> int:
+    return sum(answer.error is not None for answer in output.outputs)
 
 
 def cli_sampling_params(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
@@ -103,11 +122,15 @@ class AnswerPrinter:
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
+    report = output.hit_report
     return {
         "request_id": output.request_id,
         "prompt": output.prompt,
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
+        "num_prefilled_tokens": output.metrics.num_prefilled_tokens,
+        "time_to_first_token": output.metrics.time_to_first_token,
+        "lost": {} if report is None else report.lost,
         "outputs": [
             {
                 "index": answer.index,
@@ -115,6 +138,7 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
                 "token_ids": answer.token_ids,
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
+                "error": answer.error,
             }
             for answer in output.outputs
         ],

@@ -92,7 +92,7 @@ def generate(
     run_generate(model, prompt, sampling_options, engine_options, json_lines=json_lines)
 
 
-@app.command()
+@app.command(short_help="Talk to a model in a terminal.")
 @with_engine_flags
 @with_sampling_flags
 def chat(
@@ -115,13 +115,16 @@ def make_tiny_model(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a small random checkpoint, for trying things out."""
-    from dalsegno.models.tiny import make_tiny_model as make
+    from dalsegno.cli.terminal import status
 
-    make(kind, directory, seed)
+    with status(f"making a tiny {kind} model"):
+        from dalsegno.models.tiny import make_tiny_model as make
+
+        make(kind, directory, seed)
     typer.echo(f"wrote a tiny {kind} model to {directory}", err=True)
 
 
-@app.command()
+@app.command(short_help="Play a conversation, caching off and on.")
 def demo(
     session: Annotated[int, typer.Option(min=0, help="Which recorded conversation, under DALSEGNO_TRACES.")] = 0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 16,

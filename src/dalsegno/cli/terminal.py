@@ -1,16 +1,27 @@
 """Small things every command says on stderr, apart from its answer on stdout."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from dalsegno.engine.outputs import RequestOutput
 
-__all__ = ["note", "summary"]
+__all__ = ["note", "status", "summary"]
 
 
 def note(text: str) -> None:
     """Write a line of explanation to stderr, dim where that is a terminal."""
     sys.stderr.write(f"\x1b[2m{text}\x1b[0m\n" if sys.stderr.isatty() else f"{text}\n")
     sys.stderr.flush()
+
+
+@contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's stderr what is being done; yields a function that changes the text."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as shown:
+        yield shown.update
 
 
 def summary(output: RequestOutput) -> str:
