@@ -41,6 +41,7 @@ class ManagerMachine(RuleBasedStateMachine):
         kinds=st.sampled_from(["a", "w", "s", "as", "aw", "ws", "aws"]),
         blocks_per_slab=st.lists(st.integers(1, 4), min_size=3, max_size=3),
         units_per_block=st.sampled_from([1, 2, 4]),
+        units_per_window_block=st.sampled_from([1, 2, 3]),
         num_slabs=st.integers(3, 14),
         window=st.sampled_from([2, 5, 7, 13, 100]),
         interval=st.sampled_from([0, 1, 2]),
@@ -53,6 +54,7 @@ class ManagerMachine(RuleBasedStateMachine):
         kinds: str,
         blocks_per_slab: list[int],
         units_per_block: int,
+        units_per_window_block: int,
         num_slabs: int,
         window: int,
         interval: int,
@@ -72,6 +74,7 @@ class ManagerMachine(RuleBasedStateMachine):
             blocks_per_slab[: len(kinds)],
             num_slabs=num_slabs,
             block_size=config.block_size,
+            block_sizes={"w": UNIT * units_per_window_block},
             hash_block_size=UNIT,
             window=window,
         )

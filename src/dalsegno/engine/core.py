@@ -83,6 +83,10 @@ class EngineCore:
                 f"request {request.request_id}: the prompt has {request.num_tokens} tokens; at most {longest - 1} are "
                 f"allowed with max_model_len={longest}"
             )
+        # Ids are used again: what was said of an earlier request of this name is not meant for this one.
+        ids = {sample.request_id for sample in (request, *request.siblings)}
+        self._aborts = [request_id for request_id in self._aborts if request_id not in ids]
+        self._stops = [stop for stop in self._stops if stop[0] not in ids]
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:

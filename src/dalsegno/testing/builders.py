@@ -62,11 +62,13 @@ def make_cut(
     block_size: int = 16,
     hash_block_size: int = 16,
     window: int = 40,
+    block_sizes: Mapping[str, int] | None = None,
     prefix: Mapping[str, str] | None = None,
 ) -> MemoryLayout:
     """Make a layout whose group of the i-th letter has exactly `blocks_per_slab[i]` blocks per slab.
 
-    `prefix` maps letters to "fine", "block" or "none"; fine where nothing is said.
+    `prefix` maps letters to "fine", "block" or "none", and is fine where nothing is said; `block_sizes` maps letters of
+    paged groups to a block size other than `block_size`.
     """
     slab_bytes = _ALIGNMENT
     for count in blocks_per_slab:
@@ -75,7 +77,7 @@ def make_cut(
         GroupSpec(
             group_id=group_id,
             kind=GROUP_KINDS[letter],
-            block_size=hash_block_size if letter == "s" else block_size,
+            block_size=hash_block_size if letter == "s" else (block_sizes or {}).get(letter, block_size),
             block_bytes=slab_bytes // count,
             blocks_per_slab=count,
             layers=(),
