@@ -19,32 +19,70 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 120,
 }
-_HYBRID: dict[str, Any] = {
+_WITHOUT_HEAD_DIM = {name: size for name, size in _SIZES.items() if name != "head_dim"}
+_DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_value_head_dim": 12,
+}
+_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "shared_expert_intermediate_size": 40,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_chunk_size": 16,
+    "mamba_d_head": 16,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_n_heads": 8,
+}
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "mamba_head_dim": 16,
+    "mamba_num_heads": 8,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "ssm_state_size": 12,
+}
+_ALTERNATING = ["linear_attention", "full_attention"] * 2
+
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("Bamba", _WITHOUT_HEAD_DIM | _MAMBA | {"attn_layer_indices": [1, 3]}),
+    "falcon-h1": ("FalconH1", _WITHOUT_HEAD_DIM | _MAMBA | {"mamba_d_ssm": 128}),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        _WITHOUT_HEAD_DIM
+        | _MAMBA
+        | {"layer_types": _ALTERNATING, "num_local_experts": 0, "shared_intermediate_size": 40},
+    ),
+    "lfm2": (
+        "Lfm2",
+        _WITHOUT_HEAD_DIM
+        | {"block_multiple_of": 32, "layer_types": ["conv", "conv", "full_attention"] * 2, "num_hidden_layers": 6},
+    ),
+    "llama": ("Llama", _SIZES),
+    "nemotron-h": ("NemotronH", {k: v for k, v in _SIZES.items() if k != "num_hidden_layers"} | _NEMOTRON),
+    "qwen3": ("Qwen3", _SIZES),
+    "qwen3-next": ("Qwen3Next", _SIZES | _DELTA | _EXPERTS),
 }
 
 
 def write_random_checkpoint(
     family: str, path: Path, *, max_shard_size: str = "1GB", seed: int = 0, **fields: Any
 ) -> None:
-    """Write a random checkpoint of `family` (llama, qwen3, qwen3-next) whose norms, biases and gates all matter."""
+    """Write a random checkpoint of a family, whose norms, biases and gates all matter."""
     import transformers
 
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-        "qwen3-next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-    }[family]
-    sizes = _SIZES | (_HYBRID if family == "qwen3-next" else {})
+    name, sizes = _FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**(sizes | fields))
     torch.manual_seed(seed)
-    model = model_class(config_class(**(sizes | fields)))
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -57,4 +95,6 @@ def reference_logits(path: Path, prompts: Sequence[Sequence[int]], dtype: torch.
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
-        return [cast(Tensor, model(torch.tensor([list(prompt)])).logits[0].float()) for prompt in prompts]
+        return [
+            cast(Tensor, model(torch.tensor([list(prompt)]), use_cache=False).logits[0].float()) for prompt in prompts
+        ]

@@ -1,20 +1,17 @@
 """Models give the logits of transformers, however a prompt is split over steps and whoever shares a step."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dalsegno.models.base import CausalLM
 from dalsegno.models.registry import load_model
 from dalsegno.models.tiny import TINY_KINDS
 from tests.models.conftest import FolderOf
-from tests.models.harness import ModelRunner
 from tests.models.hugging_face import reference_logits, write_random_checkpoint
+from tests.models.logits import assert_close, check_logits, random_prompts, run_whole
 
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {
@@ -52,61 +49,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
-    source = random.Random(11)
-    return [[source.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-def _assert_close(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    error = (found - expected).abs().max()
-    assert error <= 1e-4 * (1 + expected.abs().max()), f"logits differ by {error}"
-
-
-def _run_whole(model: CausalLM, prompts: list[list[int]]) -> list[Tensor]:
-    """All prompts in one step."""
-    runner = ModelRunner(model, len(prompts), max(map(len, prompts)))
-    hidden = runner.step(dict(enumerate(prompts)))
-    return list(model.compute_logits(hidden).split([len(prompt) for prompt in prompts]))
-
-
-def _run_split(model: CausalLM, prompts: list[list[int]], most: int) -> list[Tensor]:
-    """Every step takes 1 to `most` tokens of some of the requests, in changing order."""
-    source = random.Random(3)
-    runner = ModelRunner(model, len(prompts), max(map(len, prompts)), block_size=source.choice((4, 16)))
-    done: list[list[Tensor]] = [[] for _ in prompts]
-    while pending := [row for row, prompt in enumerate(prompts) if runner.starts[row] < len(prompt)]:
-        rows = source.sample(pending, source.randint(1, len(pending)))
-        step = {}
-        for row in rows:
-            start = runner.starts[row]
-            step[row] = prompts[row][start : start + source.choice((1, source.randint(1, most)))]
-        hidden = runner.step(step)
-        parts = model.compute_logits(hidden).split([len(tokens) for tokens in step.values()])
-        for row, part in zip(rows, parts, strict=True):
-            done[row].append(part)
-    return [torch.cat(parts) for parts in done]
-
-
-def _check(path: Path, lengths: tuple[int, ...], most: int) -> None:
-    model = load_model(path, torch.float32, "cpu")
-    prompts = _prompts(model.vocab_size, lengths)
-    expected = reference_logits(path, prompts)
-    for run in (_run_whole(model, prompts), _run_split(model, prompts, most)):
-        for found, wanted in zip(run, expected, strict=True):
-            _assert_close(found, wanted)
-
-
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_tiny_models_match_transformers_in_any_split(kind: str, tiny_folder: FolderOf) -> None:
-    _check(tiny_folder(kind), lengths=(1, 67, 150), most=70)
+    check_logits(tiny_folder(kind), lengths=(1, 67, 150), most=70)
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_every_variant_of_a_config_matches_transformers(variant: str, tmp_path: Path) -> None:
     family, fields = VARIANTS[variant]
     write_random_checkpoint(family, tmp_path, **fields)
-    _check(tmp_path, lengths=(3, 40), most=20)
+    check_logits(tmp_path, lengths=(3, 40), most=20)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-next"])
@@ -114,8 +66,8 @@ def test_sharded_checkpoint_loads_as_the_single_file(family: str, tmp_path: Path
     write_random_checkpoint(family, tmp_path / "one")
     write_random_checkpoint(family, tmp_path / "many", max_shard_size="60KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    prompts = _prompts(120, (20,))
-    one, many = (_run_whole(load_model(tmp_path / name, torch.float32, "cpu"), prompts)[0] for name in ("one", "many"))
+    prompts = random_prompts(120, (20,))
+    one, many = (run_whole(load_model(tmp_path / name, torch.float32, "cpu"), prompts)[0] for name in ("one", "many"))
     assert torch.equal(one, many)
 
 
@@ -152,23 +104,23 @@ def test_old_and_new_spelling_of_a_config_are_the_same_model(
     family: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     write_random_checkpoint(family, tmp_path, **fields)
-    prompts = _prompts(120, (30,))
-    new = _run_whole(load_model(tmp_path, torch.float32, "cpu"), prompts)[0]
+    prompts = random_prompts(120, (30,))
+    new = run_whole(load_model(tmp_path, torch.float32, "cpu"), prompts)[0]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(_as_old_spelling(json.loads(file.read_text()))))
-    old = _run_whole(load_model(tmp_path, torch.float32, "cpu"), prompts)[0]
+    old = run_whole(load_model(tmp_path, torch.float32, "cpu"), prompts)[0]
     assert torch.equal(new, old)
-    _assert_close(old, reference_logits(tmp_path, prompts)[0])
+    assert_close(old, reference_logits(tmp_path, prompts)[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_bfloat16_strays_from_float32_no_further_than_in_transformers(family: str, tmp_path: Path) -> None:
     write_random_checkpoint(family, tmp_path)
-    prompts = _prompts(120, (50,))
+    prompts = random_prompts(120, (50,))
     exact = reference_logits(tmp_path, prompts)[0]
     theirs = (reference_logits(tmp_path, prompts, torch.bfloat16)[0] - exact).norm()
     model = load_model(tmp_path, torch.bfloat16, "cpu")
-    ours = (_run_whole(model, prompts)[0] - exact).norm()
+    ours = (run_whole(model, prompts)[0] - exact).norm()
     assert 0 < ours <= 1.5 * theirs
     kept = {part.name: part.dtype for spec in model.cache_specs() for part in spec.parts}
     assert kept["key"] == kept["value"] == kept.get("conv", "bfloat16") == "bfloat16"

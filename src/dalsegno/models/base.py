@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from dalsegno.models.weights import WeightTarget
+from dalsegno.models.weights import FusedTensor, WeightTarget
 from dalsegno.ops.batch import ForwardBatch
 from dalsegno.types import LayerCacheSpec
 
@@ -36,7 +36,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def cache_specs(self) -> list[LayerCacheSpec]:
-        """Return what each layer keeps between steps; layers that keep nothing are absent."""
+        """Return what the model keeps between steps; spec i belongs to `ForwardBatch.layers[i]`."""
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -49,6 +49,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def weight_targets(self) -> dict[str, WeightTarget]:
         """Return, for every tensor name of a checkpoint, the part of a parameter it fills."""
+
+    def fused_tensors(self) -> dict[str, FusedTensor]:
+        """Return tensors a checkpoint may hold instead of several of `weight_targets`, by name."""
+        return {}
 
     @abstractmethod
     def tied_tensors(self) -> dict[str, str]:

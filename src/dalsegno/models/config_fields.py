@@ -83,6 +83,15 @@ class ConfigFields:
             raise self.error(name, value, f"a list of integers from 0 to {stop - 1}")
         return frozenset(value)
 
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """Return a list of exactly `length` finite numbers above 0; absent is all ones."""
+        value = self._get(name, [1.0] * length)
+        if not isinstance(value, list) or len(value) != length:
+            raise self.error(name, value, f"a list of {length} numbers")
+        if any(isinstance(i, bool) or not isinstance(i, int | float) or not 0 < i < float("inf") for i in value):
+            raise self.error(name, value, "a list of finite numbers greater than 0")
+        return tuple(float(item) for item in value)
+
     def section(self, name: str) -> "ConfigFields":
         """Return a nested object; an absent one is empty."""
         value = self._get(name, {})

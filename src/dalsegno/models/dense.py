@@ -8,7 +8,7 @@ from dalsegno.models.attention import Attention, AttentionConfig
 from dalsegno.models.config_fields import ConfigFields
 from dalsegno.models.decoder import Decoder, DecoderConfig, DecoderLayer
 from dalsegno.models.layers import GatedMLP, RMSNorm
-from dalsegno.models.rope import read_rope_config
+from dalsegno.models.rope import RopeConfig
 
 __all__ = ["build_dense", "read_decoder_config", "read_head_shape"]
 
@@ -33,18 +33,33 @@ def read_head_shape(
 
 
 def read_decoder_config(
-    fields: ConfigFields, norm: type[RMSNorm], head_dim: int, default_partial_rotary: float | None = None
+    fields: ConfigFields,
+    norm: type[RMSNorm],
+    rope: RopeConfig | None,
+    *,
+    eps_field: str = "rms_norm_eps",
+    default_eps: float = 1e-6,
+    act_field: str = "hidden_act",
 ) -> DecoderConfig:
-    """Read the fields of `DecoderConfig`, and refuse an activation other than SiLU."""
-    fields.choice("hidden_act", ("silu",), "silu")
+    """Read the fields of `DecoderConfig`, and refuse an activation other than SiLU.
+
+    Args:
+        fields: the whole config.
+        norm: class of the layer norms.
+        rope: rotary settings; None in a model without.
+        eps_field: the family's name of the norms' epsilon.
+        default_eps: what its absence means.
+        act_field: the family's name of the activation.
+    """
+    fields.choice(act_field, ("silu",), "silu")
     fields.refuse("per_layer_config", "all layers must share one configuration")
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         max_model_len=fields.integer("max_position_embeddings"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number(eps_field, default_eps),
         norm=norm,
-        rope=read_rope_config(fields, head_dim, default_partial_rotary),
+        rope=rope,
         tied=fields.flag("tie_word_embeddings", False),
     )
 
@@ -62,8 +77,7 @@ def build_dense(
     layers = [
         DecoderLayer(
             decoder,
-            "self_attn",
-            Attention(shape, dtype),
+            {"self_attn": Attention(shape, dtype)},
             GatedMLP(decoder.hidden_size, intermediate_size, dtype, bias=mlp_bias),
             dtype,
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dalsegno.models.layers import GatedRMSNorm, Linear, empty_parameter
+from dalsegno.models.rope import Rotation
 from dalsegno.models.weights import WeightTarget
 from dalsegno.ops.batch import LayerCache, StateLayerCache
 from dalsegno.ops.causal_conv import causal_conv
@@ -70,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(config.value_dim, config.norm_eps, dtype)
         self.out_proj = Linear(config.value_size, config.hidden_size, dtype)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, cache: LayerCache | None) -> Tensor:
         """Map `[T, hidden] -> [T, hidden]`; moves the state on. The layer has no use for the rotation."""
         assert isinstance(cache, StateLayerCache), "a gated delta net layer needs a state cache"
         config, num_tokens = self.config, hidden.shape[0]

@@ -5,18 +5,35 @@ lists its checkpoint tensors in `weight_targets(prefix)`, under the names of the
 one input are fused into one matrix, whose rows are the single ones.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dalsegno.models.weights import WeightTarget
+from dalsegno.models.weights import FusedTensor, WeightTarget
 
-__all__ = ["CentredRMSNorm", "GatedMLP", "GatedRMSNorm", "Linear", "RMSNorm", "empty_parameter"]
+__all__ = [
+    "CentredRMSNorm",
+    "GatedMLP",
+    "GatedRMSNorm",
+    "Linear",
+    "MLPNames",
+    "RMSNorm",
+    "WideRMSNorm",
+    "empty_parameter",
+    "scaled",
+]
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """Return an uninitialised parameter without gradient, on the ambient device."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def scaled(hidden: Tensor, multiplier: float) -> Tensor:
+    """Return `hidden` times `multiplier`, and `hidden` itself where that is one."""
+    return hidden if multiplier == 1.0 else hidden * multiplier
 
 
 class Linear(nn.Module):
@@ -69,6 +86,14 @@ class CentredRMSNorm(RMSNorm):
         return (_normalise(hidden.float(), self.eps) * (1.0 + self.weight.float())).to(hidden.dtype)
 
 
+class WideRMSNorm(RMSNorm):
+    """RMSNorm whose weight is applied in float32."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise `[..., size]`."""
+        return (_normalise(hidden.float(), self.eps) * self.weight.float()).to(hidden.dtype)
+
+
 class GatedRMSNorm(RMSNorm):
     """RMSNorm followed by a SiLU gate, which is applied in float32."""
 
@@ -82,25 +107,53 @@ def _normalise(hidden: Tensor, eps: float) -> Tensor:
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
 
 
-class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+@dataclass(frozen=True, slots=True)
+class MLPNames:
+    """What checkpoints call the projections of a gated MLP; `gate_up` names gate and up as one tensor."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, *, bias: bool = False) -> None:
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate_up: str | None = None
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, with a factor on gate and on the result where a family has them."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+        names: MLPNames | None = None,
+        multipliers: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         super().__init__()
         self.intermediate_size = intermediate_size
+        self.names = names or MLPNames()
+        self.multipliers = multipliers
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, dtype, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, dtype, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[T, hidden] -> [T, hidden]`."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(functional.silu(gate) * up)
-        return output
+        gate_multiplier, down_multiplier = self.multipliers
+        return scaled(self.down_proj(functional.silu(scaled(gate, gate_multiplier)) * up), down_multiplier)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         """Return gate, up and down projections."""
-        size = self.intermediate_size
+        size, names = self.intermediate_size, self.names
+        rows = {f"{prefix}.{names.gate}": size, f"{prefix}.{names.up}": size}
+        if names.gate_up is not None:
+            rows = {f"{prefix}.{names.gate_up}": 2 * size}
         return {
-            **self.gate_up_proj.weight_targets({f"{prefix}.gate_proj": size, f"{prefix}.up_proj": size}),
-            **self.down_proj.weight_targets({f"{prefix}.down_proj": self.down_proj.weight.shape[0]}),
+            **self.gate_up_proj.weight_targets(rows),
+            **self.down_proj.weight_targets({f"{prefix}.{names.down}": self.down_proj.weight.shape[0]}),
         }
+
+    def fused_tensors(self, prefix: str) -> dict[str, FusedTensor]:
+        """Return nothing: there is one spelling."""
+        return {}

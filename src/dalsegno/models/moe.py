@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dalsegno.models.layers import GatedMLP, Linear, empty_parameter
-from dalsegno.models.weights import WeightTarget
+from dalsegno.models.weights import FusedTensor, WeightTarget
 
-__all__ = ["MixtureConfig", "MixtureOfExperts"]
+__all__ = ["Experts", "MixtureConfig", "MixtureOfExperts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,74 @@ class MixtureConfig:
     normalise_top: bool
 
 
-class MixtureOfExperts(nn.Module):
-    """Top-k routed experts plus one shared expert behind a sigmoid gate."""
+class Experts(nn.Module):
+    """The matrices of all experts and their weighted sum for each token.
+
+    An expert is a gated MLP with SiLU, or without `gated` `down(relu(up(x))^2)`.
+    """
 
     expert_ids: Tensor
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, intermediate_size: int, dtype: torch.dtype, *, gated: bool = True
+    ) -> None:
+        super().__init__()
+        self.gated = gated
+        self.intermediate_size = intermediate_size
+        # The rows of a gated expert are its gate, then its up projection.
+        rows = 2 * intermediate_size if gated else intermediate_size
+        self.up = empty_parameter(num_experts, rows, hidden_size, dtype=dtype)
+        self.down = empty_parameter(num_experts, hidden_size, intermediate_size, dtype=dtype)
+        self.register_buffer("expert_ids", torch.arange(num_experts), persistent=False)
+
+    def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return `[T, hidden]`, the weighted sum of each token's experts; `experts` and `weights` are `[T, k]`."""
+        flat, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(flat, self.expert_ids, right=True).int()
+        rows = functional.grouped_mm(hidden[order // experts.shape[1]], self.up.transpose(1, 2), offs=ends)
+        if self.gated:
+            gate, up = rows.chunk(2, dim=-1)
+            rows = functional.silu(gate) * up
+        else:
+            rows = functional.relu(rows).square()
+        rows = functional.grouped_mm(rows, self.down.transpose(1, 2), offs=ends)
+        outputs = torch.empty_like(rows)
+        outputs[order] = rows
+        outputs = outputs.view(*weights.shape, -1) * weights[..., None]
+        return outputs.sum(1)
+
+    def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        """Return the projections expert by expert."""
+        size = self.intermediate_size
+        targets: dict[str, WeightTarget] = {}
+        for index, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            if self.gated:
+                targets[f"{prefix}.{index}.gate_proj.weight"] = WeightTarget(up[:size])
+            targets[f"{prefix}.{index}.up_proj.weight"] = WeightTarget(up[-size:])
+            targets[f"{prefix}.{index}.down_proj.weight"] = WeightTarget(down)
+        return targets
+
+    def fused_tensors(self, prefix: str) -> dict[str, FusedTensor]:
+        """Return the two tensors that hold all experts' projections."""
+        names = self.weight_targets(prefix)
+        down = tuple(name for name in names if name.endswith("down_proj.weight"))
+        up = tuple(name for name in names if name not in down)
+        return {
+            f"{prefix}.{'gate_up_proj' if self.gated else 'up_proj'}": FusedTensor(WeightTarget(self.up), up),
+            f"{prefix}.down_proj": FusedTensor(WeightTarget(self.down), down),
+        }
+
+
+class MixtureOfExperts(nn.Module):
+    """Top-k routed experts plus one shared expert behind a sigmoid gate."""
 
     def __init__(self, config: MixtureConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        experts, hidden, size = config.num_experts, config.hidden_size, config.intermediate_size
         # One matrix for both gates: the rows are the experts' scores, then the shared expert's gate.
-        self.gates = Linear(hidden, experts + 1, dtype)
-        self.gate_up = empty_parameter(experts, 2 * size, hidden, dtype=dtype)
-        self.down = empty_parameter(experts, hidden, size, dtype=dtype)
-        self.shared_expert = GatedMLP(hidden, config.shared_intermediate_size, dtype)
-        self.register_buffer("expert_ids", torch.arange(experts), persistent=False)
+        self.gates = Linear(config.hidden_size, config.num_experts + 1, dtype)
+        self.experts = Experts(config.hidden_size, config.num_experts, config.intermediate_size, dtype)
+        self.shared_expert = GatedMLP(config.hidden_size, config.shared_intermediate_size, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[T, hidden] -> [T, hidden]`."""
@@ -51,30 +104,17 @@ class MixtureOfExperts(nn.Module):
         if self.config.normalise_top:
             weights = weights / weights.sum(-1, keepdim=True)
         shared: Tensor = shared_gate.sigmoid() * self.shared_expert(hidden)
-        return shared + self._routed(hidden, experts, weights.to(hidden.dtype))
-
-    def _routed(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts; `experts` and `weights` are `[T, k]`."""
-        flat, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(flat, self.expert_ids, right=True).int()
-        rows = hidden[order // self.config.experts_per_token]
-        gate, up = functional.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-        rows = functional.grouped_mm(functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        outputs = torch.empty_like(rows)
-        outputs[order] = rows
-        outputs = outputs.view(*weights.shape, -1) * weights[..., None]
-        return outputs.sum(1)
+        routed: Tensor = self.experts(hidden, experts, weights.to(hidden.dtype))
+        return shared + routed
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         """Return router, experts one by one, shared expert and its gate."""
-        size = self.config.intermediate_size
-        targets = {
+        return {
             **self.gates.weight_targets({f"{prefix}.gate": self.config.num_experts, f"{prefix}.shared_expert_gate": 1}),
             **self.shared_expert.weight_targets(f"{prefix}.shared_expert"),
+            **self.experts.weight_targets(f"{prefix}.experts"),
         }
-        for index in range(self.config.num_experts):
-            expert = f"{prefix}.experts.{index}"
-            targets[f"{expert}.gate_proj.weight"] = WeightTarget(self.gate_up[index, :size])
-            targets[f"{expert}.up_proj.weight"] = WeightTarget(self.gate_up[index, size:])
-            targets[f"{expert}.down_proj.weight"] = WeightTarget(self.down[index])
-        return targets
+
+    def fused_tensors(self, prefix: str) -> dict[str, FusedTensor]:
+        """Return the experts' tensors in one piece."""
+        return self.experts.fused_tensors(f"{prefix}.experts")

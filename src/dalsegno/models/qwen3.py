@@ -9,6 +9,7 @@ from dalsegno.models.base import CausalLM
 from dalsegno.models.config_fields import ConfigFields
 from dalsegno.models.dense import build_dense, read_decoder_config, read_head_shape
 from dalsegno.models.layers import RMSNorm
+from dalsegno.models.rope import read_rope_config
 
 __all__ = ["build"]
 
@@ -25,7 +26,7 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
         CheckpointError: naming the config field that is missing or not supported.
     """
     num_heads, num_kv_heads, head_dim = read_head_shape(fields, _DEFAULT_HEAD_DIM, _DEFAULT_KV_HEADS)
-    decoder = read_decoder_config(fields, RMSNorm, head_dim)
+    decoder = read_decoder_config(fields, RMSNorm, read_rope_config(fields, head_dim))
     full = AttentionConfig(
         decoder.hidden_size,
         num_heads,

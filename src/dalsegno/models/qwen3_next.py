@@ -12,6 +12,7 @@ from dalsegno.models.dense import read_decoder_config, read_head_shape
 from dalsegno.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from dalsegno.models.layers import CentredRMSNorm, GatedMLP
 from dalsegno.models.moe import MixtureConfig, MixtureOfExperts
+from dalsegno.models.rope import read_rope_config
 
 __all__ = ["Qwen3Next", "build"]
 
@@ -34,7 +35,7 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
         CheckpointError: naming the config field that is missing or not supported.
     """
     heads = read_head_shape(fields, _DEFAULT_HEAD_DIM, _DEFAULT_KV_HEADS)
-    decoder = read_decoder_config(fields, CentredRMSNorm, heads[2], _DEFAULT_PARTIAL_ROTARY)
+    decoder = read_decoder_config(fields, CentredRMSNorm, read_rope_config(fields, heads[2], _DEFAULT_PARTIAL_ROTARY))
     attention = AttentionConfig(
         decoder.hidden_size,
         *heads,
@@ -48,7 +49,7 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
     for index, kind in enumerate(_layer_types(fields)):
         mixer: Mixer = GatedDeltaNet(linear, dtype) if kind == _LINEAR else Attention(attention, dtype)
         name = "linear_attn" if kind == _LINEAR else "self_attn"
-        layers.append(DecoderLayer(decoder, name, mixer, _feed_forward(fields, decoder, index, dtype), dtype))
+        layers.append(DecoderLayer(decoder, {name: mixer}, _feed_forward(fields, decoder, index, dtype), dtype))
     return Qwen3Next(decoder, layers, dtype)
 
 

@@ -13,12 +13,17 @@ from dalsegno.errors import CheckpointError
 from dalsegno.models.base import CausalLM
 from dalsegno.models.checkpoint import open_weights, read_config
 from dalsegno.models.config_fields import ConfigFields
-from dalsegno.models.weights import check_weights, load_weights
+from dalsegno.models.weights import check_weights, load_weights, present_targets
 
 __all__ = ["FAMILIES", "build_model", "load_model", "read_dtype"]
 
 FAMILIES = {
+    "BambaForCausalLM": "dalsegno.models.bamba",
+    "FalconH1ForCausalLM": "dalsegno.models.falcon_h1",
+    "GraniteMoeHybridForCausalLM": "dalsegno.models.granite_moe_hybrid",
+    "Lfm2ForCausalLM": "dalsegno.models.lfm2",
     "LlamaForCausalLM": "dalsegno.models.llama",
+    "NemotronHForCausalLM": "dalsegno.models.nemotron_h",
     "Qwen3ForCausalLM": "dalsegno.models.qwen3",
     "Qwen3NextForCausalLM": "dalsegno.models.qwen3_next",
 }
@@ -57,13 +62,14 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> Ca
     checkpoint = open_weights(path)
     check_weights(
         checkpoint,
-        skeleton.weight_targets(),
+        present_targets(checkpoint, skeleton.weight_targets(), skeleton.fused_tensors()),
         duplicates=skeleton.tied_tensors(),
         ignored=skeleton.ignored_tensors,
         owner=_architecture(config),
     )
     model = build_model(config, dtype, device)
-    load_weights(checkpoint, model.weight_targets(), duplicates=model.tied_tensors())
+    targets = present_targets(checkpoint, model.weight_targets(), model.fused_tensors())
+    load_weights(checkpoint, targets, duplicates=model.tied_tensors())
     return model
 
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from dalsegno.models.config_fields import ConfigFields
 
-__all__ = ["RopeConfig", "RotaryEmbedding", "apply_rotary", "read_rope_config"]
+__all__ = ["RopeConfig", "RotaryEmbedding", "Rotation", "apply_rotary", "read_rope_config"]
 
-_DEFAULT_THETA = 10_000.0
+Rotation = tuple[Tensor, Tensor] | None
+"""Cosine and sine of a step's positions, each `[T, 1, rotary_dim / 2]`; None in a model that rotates nothing."""
+
 _TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -44,13 +46,16 @@ class RopeConfig:
     truncate: bool = True
 
 
-def read_rope_config(fields: ConfigFields, head_dim: int, default_partial: float | None = None) -> RopeConfig:
+def read_rope_config(
+    fields: ConfigFields, head_dim: int, default_partial: float | None = None, default_theta: float = 10_000.0
+) -> RopeConfig:
     """Read `rope_parameters`, or the older `rope_scaling`, `rope_theta` and `partial_rotary_factor`.
 
     Args:
         fields: the whole config.
         head_dim: dimensions of a head.
         default_partial: the family's share of rotated dimensions; None if the family always rotates whole heads.
+        default_theta: what an absent rope_theta means.
 
     Raises:
         CheckpointError: a type or value that is not supported.
@@ -62,7 +67,7 @@ def read_rope_config(fields: ConfigFields, head_dim: int, default_partial: float
                             " supported")  # fmt: skip
     type_name = "rope_type" if "rope_type" in section else "type"
     rope_type = section.choice(type_name, _TYPES, "default")
-    theta = _first(section, fields, "rope_theta").number("rope_theta", _DEFAULT_THETA)
+    theta = _first(section, fields, "rope_theta").number("rope_theta", default_theta)
     rotary_dim = _read_rotary_dim(_first(section, fields, "partial_rotary_factor"), head_dim, default_partial)
     base = RopeConfig(rotary_dim, theta)
     if rope_type == "default":

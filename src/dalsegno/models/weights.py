@@ -15,7 +15,7 @@ from torch import Tensor
 from dalsegno.errors import CheckpointError
 from dalsegno.models.checkpoint import Checkpoint
 
-__all__ = ["WeightTarget", "check_weights", "load_weights"]
+__all__ = ["FusedTensor", "WeightTarget", "check_weights", "load_weights", "present_targets"]
 
 _FLOAT_DTYPES = ("F32", "F16", "BF16", "F64")
 _MOST_NAMED = 4
@@ -37,6 +37,32 @@ class WeightTarget:
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor on disk."""
         return tuple(self.destination.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTensor:
+    """One checkpoint tensor that may stand for several others.
+
+    Attributes:
+        target: where it goes.
+        parts: names of the tensors that are absent when it is there.
+    """
+
+    target: WeightTarget
+    parts: tuple[str, ...]
+
+
+def present_targets(
+    checkpoint: Checkpoint, targets: Mapping[str, WeightTarget], fused: Mapping[str, FusedTensor]
+) -> dict[str, WeightTarget]:
+    """Return `targets` in the spelling of the checkpoint: fused tensors that are there, in place of their parts."""
+    chosen = dict(targets)
+    for name, tensor in fused.items():
+        if name in checkpoint.tensors:
+            chosen[name] = tensor.target
+            for part in tensor.parts:
+                chosen.pop(part, None)
+    return chosen
 
 
 def check_weights(
