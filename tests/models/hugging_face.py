@@ -1,5 +1,6 @@
 """The same checkpoints through transformers, and random checkpoints that transformers writes."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -69,7 +70,17 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES),
     "nemotron-h": ("NemotronH", {k: v for k, v in _SIZES.items() if k != "num_hidden_layers"} | _NEMOTRON),
     "qwen3": ("Qwen3", _SIZES),
+    "qwen3-5": ("Qwen3_5", _SIZES | _DELTA),
+    "qwen3-5-moe": ("Qwen3_5Moe", _SIZES | _DELTA | _EXPERTS),
     "qwen3-next": ("Qwen3Next", _SIZES | _DELTA | _EXPERTS),
+}
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "out_hidden_size": _SIZES["hidden_size"],
 }
 
 
@@ -80,9 +91,25 @@ def write_random_checkpoint(
     import transformers
 
     name, sizes = _FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**(sizes | fields))
+    config_class = f"{name}TextConfig" if name.startswith("Qwen3_5") else f"{name}Config"
+    config = getattr(transformers, config_class)(**(sizes | fields))
+    _save_random(getattr(transformers, f"{name}ForCausalLM"), config, path, max_shard_size, seed)
+
+
+def write_multimodal_checkpoint(family: str, path: Path, *, tied: bool = False, **fields: Any) -> None:
+    """Write a random checkpoint with a vision part and a family as its text part."""
+    import transformers
+
+    name, sizes = _FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(
+        text_config=sizes | {"tie_word_embeddings": tied} | fields, vision_config=_VISION, tie_word_embeddings=tied
+    )
+    _save_random(getattr(transformers, f"{name}ForConditionalGeneration"), config, path, "1GB", 0)
+
+
+def _save_random(model_class: Any, config: Any, path: Path, max_shard_size: str, seed: int) -> None:
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -91,10 +118,15 @@ def write_random_checkpoint(
 
 def reference_logits(path: Path, prompts: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return the logits `[len(prompt), vocab]` of each prompt, by transformers."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    model = _model_class(path).from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         return [
             cast(Tensor, model(torch.tensor([list(prompt)]), use_cache=False).logits[0].float()) for prompt in prompts
         ]
+
+
+def _model_class(path: Path) -> Any:
+    import transformers
+
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture)

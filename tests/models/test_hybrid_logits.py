@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dalsegno.errors import CheckpointError
 from dalsegno.models.registry import load_model
-from tests.models.hugging_face import reference_logits, write_random_checkpoint
+from tests.models.broken import edit_tensors
+from tests.models.hugging_face import reference_logits, write_multimodal_checkpoint, write_random_checkpoint
 from tests.models.logits import assert_close, check_logits, random_prompts, run_whole
 
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -75,6 +77,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
         },
     ),
+    "qwen3-5": ("qwen3-5", {}),
+    "qwen3-5, tied, biases": ("qwen3-5", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-5, experts": ("qwen3-5-moe", {"layer_types": ["full_attention", "linear_attention"] * 2}),
 }
 
 
@@ -83,6 +88,51 @@ def test_every_variant_of_a_config_matches_transformers(variant: str, tmp_path: 
     family, fields = VARIANTS[variant]
     write_random_checkpoint(family, tmp_path, **fields)
     check_logits(tmp_path, lengths=(3, 40), most=20)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen3-5", "qwen3-5-moe"])
+def test_the_text_part_of_a_multimodal_checkpoint_matches_transformers(
+    family: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_multimodal_checkpoint(family, tmp_path, tied=tied)
+    with caplog.at_level("INFO", "dalsegno"):
+        check_logits(tmp_path, lengths=(3, 40), most=20)
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["model.visual.*"]
+
+
+@pytest.mark.parametrize("family", ["qwen3-5-moe", "qwen3-next"])
+def test_experts_load_one_by_one_and_in_one_piece(family: str, tmp_path: Path) -> None:
+    write_random_checkpoint(family, tmp_path)
+    prompts = random_prompts(120, (30,))
+    single = run_whole(load_model(tmp_path, torch.float32, "cpu"), prompts)[0]
+    edit_tensors(tmp_path, _fuse_experts)
+    fused = run_whole(load_model(tmp_path, torch.float32, "cpu"), prompts)[0]
+    assert torch.equal(single, fused)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj"))
+    with pytest.raises(CheckpointError, match=r"missing tensor 'model.layers.0.mlp.experts.0.down_proj.weight'"):
+        load_model(tmp_path, torch.float32, "cpu")
+
+
+def _fuse_experts(tensors: dict[str, Tensor]) -> None:
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            [tensors.pop(f"{prefix}.{index}.{name}_proj.weight") for index in range(6)]
+            for name in ("gate", "up", "down")
+        )
+        pairs = zip(gates, ups, strict=True)
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        tensors[f"{prefix}.down_proj"] = torch.stack(downs)
+
+
+def test_tensors_that_are_not_used_are_named_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_random_checkpoint("qwen3-5", tmp_path)
+    extra = {"mtp.fc.weight": torch.zeros(2), "mtp.norm.weight": torch.zeros(2), "model.visual.x": torch.zeros(1)}
+    edit_tensors(tmp_path, lambda tensors: tensors.update(extra))
+    with caplog.at_level("INFO", "dalsegno"):
+        load_model(tmp_path, torch.float32, "cpu")
+    assert [record.getMessage() for record in caplog.records] == ["3 tensors are not used: model.visual.*, mtp.*"]
 
 
 def _old_mamba_names(config: dict[str, Any]) -> None:
@@ -113,6 +163,12 @@ def _old_lfm2_names(config: dict[str, Any]) -> None:
     config["block_ff_dim"] = config.pop("intermediate_size")
 
 
+def _old_qwen_names(config: dict[str, Any]) -> None:
+    rope = config.pop("rope_parameters")
+    config["rope_theta"], config["partial_rotary_factor"] = rope["rope_theta"], rope["partial_rotary_factor"]
+    config["full_attention_interval"] = len(config.pop("layer_types"))
+
+
 def _old_bamba_names(config: dict[str, Any]) -> None:
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     config["mamba_d_head"] = "auto"
@@ -126,6 +182,7 @@ def _old_bamba_names(config: dict[str, Any]) -> None:
         ("nemotron-h", {}, _pattern),
         ("lfm2", {}, _old_lfm2_names),
         ("bamba", {}, _old_bamba_names),
+        ("qwen3-5", {}, _old_qwen_names),
     ],
 )
 def test_old_and_new_spelling_of_a_config_are_the_same_model(
@@ -171,6 +228,9 @@ def test_bfloat16_strays_from_float32_no_further_than_in_transformers(family: st
         ("falcon-h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers must be a list of 5 numbers"),
         ("falcon-h1", {"mlp_multipliers": [1.0, -1.0]}, r"mlp_multipliers must be a list of finite numbers"),
         ("lfm2", {"conv_L_cache": 1}, r"conv_L_cache must be an integer of at least 2"),
+        ("qwen3-5", {"attn_output_gate": False}, r"attn_output_gate must be true"),
+        ("qwen3-5-moe", {"norm_topk_prob": False}, r"norm_topk_prob must be true"),
+        ("qwen3-5-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is not supported"),
         ("nemotron-h", {"sliding_window": 64}, r"sliding_window is not supported"),
         ("nemotron-h", {"attention_bias": True}, r"attention_bias is not supported"),
         ("nemotron-h", {"mlp_hidden_act": "silu"}, r"mlp_hidden_act must be 'relu2'"),

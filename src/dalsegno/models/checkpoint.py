@@ -127,14 +127,17 @@ def read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def read_end_token_ids(path: Path) -> frozenset[int]:
-    """Return the ids that end an answer: `eos_token_id` of generation_config.json, else of config.json.
+    """Return the ids that end an answer: `eos_token_id` of generation_config.json, of config.json or its text_config.
 
     Raises:
         CheckpointError: it is neither an integer nor a list of integers.
     """
     given = read_generation_config(path).get("eos_token_id")
     if given is None:
-        given = read_config(path).get("eos_token_id")
+        config = read_config(path)
+        given = config.get("eos_token_id")
+        if given is None and isinstance(text := config.get("text_config"), dict):
+            given = text.get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]
     if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {given!r}")

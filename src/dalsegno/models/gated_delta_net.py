@@ -26,7 +26,11 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNetConfig:
-    """Shape of a gated delta net layer; `num_value_heads` is a multiple of `num_key_heads`."""
+    """Shape of a gated delta net layer; `num_value_heads` is a multiple of `num_key_heads`.
+
+    Attributes:
+        interleaved: checkpoints hold the input projections by key head in two tensors, else plainly in four.
+    """
 
     hidden_size: int
     num_key_heads: int
@@ -35,6 +39,7 @@ class GatedDeltaNetConfig:
     value_dim: int
     conv_kernel: int
     norm_eps: float
+    interleaved: bool = True
 
     @property
     def key_size(self) -> int:
@@ -56,7 +61,7 @@ class GatedDeltaNet(nn.Module):
     """Linear attention with a decaying, self-correcting state.
 
     `in_proj` computes, in this order of rows: queries, keys, values, output gate z, beta, decay input. Checkpoints
-    interleave them by key head in two tensors; `weight_targets` reorders.
+    may interleave them by key head in two tensors; `weight_targets` reorders.
     """
 
     def __init__(self, config: GatedDeltaNetConfig, dtype: torch.dtype) -> None:
@@ -108,22 +113,30 @@ class GatedDeltaNet(nn.Module):
         return LayerCacheSpec(layer, GroupKind.STATE, (conv, CachePart("recurrent", shape, "float32")))
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
-        """Return the checkpoint tensors; the two input projections are reordered from interleaved rows."""
-        config = self.config
+        """Return the checkpoint tensors; interleaved input projections are reordered."""
+        return {
+            **self._input_targets(prefix),
+            f"{prefix}.conv1d.weight": WeightTarget(self.conv_weight[:, None]),
+            f"{prefix}.dt_bias": WeightTarget(self.dt_bias),
+            f"{prefix}.A_log": WeightTarget(self.A_log),
+            **self.norm.weight_targets(f"{prefix}.norm"),
+            **self.out_proj.weight_targets({f"{prefix}.out_proj": self.config.hidden_size}),
+        }
+
+    def _input_targets(self, prefix: str) -> dict[str, WeightTarget]:
+        config, weight = self.config, self.in_proj.weight
+        if not config.interleaved:
+            sizes = {"qkv": config.conv_size, "z": config.value_size}
+            sizes |= {"b": config.num_value_heads, "a": config.num_value_heads}
+            return self.in_proj.weight_targets({f"{prefix}.in_proj_{name}": size for name, size in sizes.items()})
         values = config.num_value_heads // config.num_key_heads
         wide = (config.key_dim, config.key_dim, values * config.value_dim, values * config.value_dim)
         split = config.conv_size + config.value_size
-        weight = self.in_proj.weight
         return {
             f"{prefix}.in_proj_qkvz.weight": WeightTarget(weight[:split], _deinterleave(config.num_key_heads, wide)),
             f"{prefix}.in_proj_ba.weight": WeightTarget(
                 weight[split:], _deinterleave(config.num_key_heads, (values, values))
             ),
-            f"{prefix}.conv1d.weight": WeightTarget(self.conv_weight[:, None]),
-            f"{prefix}.dt_bias": WeightTarget(self.dt_bias),
-            f"{prefix}.A_log": WeightTarget(self.A_log),
-            **self.norm.weight_targets(f"{prefix}.norm"),
-            **self.out_proj.weight_targets({f"{prefix}.out_proj": config.hidden_size}),
         }
 
 

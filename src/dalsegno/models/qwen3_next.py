@@ -1,5 +1,7 @@
 """Family: Qwen3NextForCausalLM, gated delta net layers with a gated attention layer every so often, dense or MoE."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -10,16 +12,16 @@ from dalsegno.models.config_fields import ConfigFields
 from dalsegno.models.decoder import Decoder, DecoderConfig, DecoderLayer, FeedForward, Mixer
 from dalsegno.models.dense import read_decoder_config, read_head_shape
 from dalsegno.models.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from dalsegno.models.hybrid_fields import ATTENTION, STATE, read_layer_types
 from dalsegno.models.layers import CentredRMSNorm, GatedMLP
 from dalsegno.models.moe import MixtureConfig, MixtureOfExperts
 from dalsegno.models.rope import read_rope_config
 
-__all__ = ["Qwen3Next", "build"]
+__all__ = ["Qwen3Next", "build", "build_layers", "read_decoder"]
 
 _DEFAULT_HEAD_DIM = 256
 _DEFAULT_KV_HEADS = 2
 _DEFAULT_PARTIAL_ROTARY = 0.25
-_LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 class Qwen3Next(Decoder):
@@ -34,31 +36,60 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
     Raises:
         CheckpointError: naming the config field that is missing or not supported.
     """
-    heads = read_head_shape(fields, _DEFAULT_HEAD_DIM, _DEFAULT_KV_HEADS)
-    decoder = read_decoder_config(fields, CentredRMSNorm, read_rope_config(fields, heads[2], _DEFAULT_PARTIAL_ROTARY))
+    decoder = read_decoder(fields, _DEFAULT_KV_HEADS)
+    num_layers = fields.integer("num_hidden_layers")
+    parts = [_feed_forward(fields, decoder, index, dtype) for index in range(num_layers)]
+    return Qwen3Next(decoder, build_layers(fields, decoder, parts, _DEFAULT_KV_HEADS, dtype, interleaved=True), dtype)
+
+
+def read_decoder(fields: ConfigFields, default_kv_heads: int) -> DecoderConfig:
+    """Read the shared shape; `default_kv_heads` is what an absent num_key_value_heads means."""
+    _, _, head_dim = read_head_shape(fields, _DEFAULT_HEAD_DIM, default_kv_heads)
+    return read_decoder_config(fields, CentredRMSNorm, read_rope_config(fields, head_dim, _DEFAULT_PARTIAL_ROTARY))
+
+
+def build_layers(
+    fields: ConfigFields,
+    decoder: DecoderConfig,
+    feed_forward: Sequence[FeedForward],
+    default_kv_heads: int,
+    dtype: torch.dtype,
+    *,
+    interleaved: bool,
+) -> list[DecoderLayer]:
+    """Build one layer per entry of `feed_forward`, its mixer by the config.
+
+    Args:
+        fields: the whole config.
+        decoder: what `read_decoder` read from it.
+        feed_forward: of each layer.
+        default_kv_heads: what an absent num_key_value_heads means.
+        dtype: of the parameters.
+        interleaved: how checkpoints hold the input projections, see `GatedDeltaNetConfig`.
+    """
     attention = AttentionConfig(
         decoder.hidden_size,
-        *heads,
+        *read_head_shape(fields, _DEFAULT_HEAD_DIM, default_kv_heads),
         bias=fields.flag("attention_bias", False),
         head_norm=CentredRMSNorm,
         norm_eps=decoder.norm_eps,
         output_gate=True,
     )
-    linear = _read_linear(fields, decoder)
+    linear = replace(_read_linear(fields, decoder), interleaved=interleaved)
     layers = []
-    for index, kind in enumerate(_layer_types(fields)):
-        mixer: Mixer = GatedDeltaNet(linear, dtype) if kind == _LINEAR else Attention(attention, dtype)
-        name = "linear_attn" if kind == _LINEAR else "self_attn"
-        layers.append(DecoderLayer(decoder, {name: mixer}, _feed_forward(fields, decoder, index, dtype), dtype))
-    return Qwen3Next(decoder, layers, dtype)
+    for kind, part in zip(_layer_types(fields, len(feed_forward)), feed_forward, strict=True):
+        mixer: Mixer = GatedDeltaNet(linear, dtype) if kind == STATE else Attention(attention, dtype)
+        name = "linear_attn" if kind == STATE else "self_attn"
+        layers.append(DecoderLayer(decoder, {name: mixer}, part, dtype))
+    return layers
 
 
-def _layer_types(fields: ConfigFields) -> list[str]:
-    num_layers = fields.integer("num_hidden_layers")
-    if "layer_types" in fields:
-        return fields.strings("layer_types", (_LINEAR, _FULL), num_layers)
+def _layer_types(fields: ConfigFields, num_layers: int) -> list[str]:
+    given = read_layer_types(fields, num_layers)
+    if given is not None:
+        return given
     interval = fields.integer("full_attention_interval", 4)
-    return [_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers)]
+    return [STATE if (index + 1) % interval else ATTENTION for index in range(num_layers)]
 
 
 def _read_linear(fields: ConfigFields, decoder: DecoderConfig) -> GatedDeltaNetConfig:

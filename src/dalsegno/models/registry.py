@@ -4,6 +4,9 @@ A family is one module with `build(fields, dtype)`; adding one is that module an
 """
 
 import importlib
+import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +14,7 @@ import torch
 
 from dalsegno.errors import CheckpointError
 from dalsegno.models.base import CausalLM
-from dalsegno.models.checkpoint import open_weights, read_config
+from dalsegno.models.checkpoint import Checkpoint, open_weights, read_config
 from dalsegno.models.config_fields import ConfigFields
 from dalsegno.models.weights import check_weights, load_weights, present_targets
 
@@ -24,10 +27,16 @@ FAMILIES = {
     "Lfm2ForCausalLM": "dalsegno.models.lfm2",
     "LlamaForCausalLM": "dalsegno.models.llama",
     "NemotronHForCausalLM": "dalsegno.models.nemotron_h",
+    "Qwen3_5ForCausalLM": "dalsegno.models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "dalsegno.models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "dalsegno.models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "dalsegno.models.qwen3_5",
     "Qwen3ForCausalLM": "dalsegno.models.qwen3",
     "Qwen3NextForCausalLM": "dalsegno.models.qwen3_next",
 }
 """Architecture, as config.json names it -> module of its family."""
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -67,10 +76,19 @@ def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> Ca
         ignored=skeleton.ignored_tensors,
         owner=_architecture(config),
     )
+    _log_ignored(checkpoint, skeleton.ignored_tensors)
     model = build_model(config, dtype, device)
     targets = present_targets(checkpoint, model.weight_targets(), model.fused_tensors())
     load_weights(checkpoint, targets, duplicates=model.tied_tensors())
     return model
+
+
+def _log_ignored(checkpoint: Checkpoint, patterns: Sequence[str]) -> None:
+    """Say in one line which tensors are left out, by their leading names."""
+    ignored = [name for name in checkpoint.tensors if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    if ignored:
+        groups = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in ignored})
+        _log.info("%d tensors are not used: %s", len(ignored), ", ".join(f"{group}.*" for group in groups))
 
 
 def read_dtype(path: Path) -> torch.dtype:
@@ -80,7 +98,10 @@ def read_dtype(path: Path) -> torch.dtype:
         CheckpointError: it names one that is not supported.
     """
     config = read_config(path)
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    text = config.get("text_config")
+    levels = [config, text] if isinstance(text, dict) else [config]
+    given = (level.get(field) for level in levels for field in ("dtype", "torch_dtype"))
+    name = next((name for name in given if name), "float32")
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"{path}: config.json has dtype {name!r}; supported: {', '.join(_DTYPES)}")
     return _DTYPES[name]
