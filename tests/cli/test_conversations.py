@@ -60,14 +60,21 @@ def test_a_recorded_conversation_is_taken_from_the_folder_that_is_named(tmp_path
     assert conversation.name == "s1 of x.sessions.jsonl"
 
 
-def test_a_folder_without_conversations_gives_the_sample(tmp_path: Path) -> None:
+def test_a_folder_without_conversations_gives_the_sample_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_conversation(0, {}).name == "the sample conversation"
+    assert not caplog.text
     assert load_conversation(0, {TRACES_VARIABLE: str(tmp_path)}).name == "the sample conversation"
+    assert f"{TRACES_VARIABLE}={tmp_path} holds no" in caplog.text
 
 
 def test_a_conversation_that_is_not_there_is_a_users_error(tmp_path: Path) -> None:
     environment = _write_trace(tmp_path, [TALK])
-    with pytest.raises(RequestError, match="has no conversation 1"):
+    with pytest.raises(RequestError, match=r"^\S+ has no conversation 1"):
         load_conversation(1, environment)
+    with pytest.raises(RequestError, match=f"no conversation 1: without {TRACES_VARIABLE}"):
+        load_conversation(1, {})
     (tmp_path / "tau-bench" / "x.sessions.jsonl").write_text("{}\n[]\n", encoding="utf-8")
     with pytest.raises(RequestError, match="no file of recorded conversations"):
         load_conversation(0, environment)
