@@ -1,11 +1,13 @@
 """What the README tells a newcomer to type works as it stands."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from dalsegno.models.registry import FAMILIES
 from tests.repo.documents import code_blocks
 from tests.repo.source import ROOT
 
@@ -26,6 +28,11 @@ def test_the_commands_and_the_example_run_as_printed(tmp_path: Path) -> None:
     (example,) = code_blocks(README, "python")
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert " of " in done.stdout
+
+
+def test_the_models_it_lists_are_those_that_can_be_served() -> None:
+    listed = re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", README)
+    assert sorted(listed) == sorted(FAMILIES)
 
 
 def test_commands_and_code_are_taken_from_a_page() -> None:
