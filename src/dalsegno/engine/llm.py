@@ -170,7 +170,12 @@ class LLM:
         return self.core.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
-        """Return the engine's counters since the start, and what is in use at this moment, by name."""
+        """Return the engine's counters since the start, and what is in use at this moment, by name.
+
+        Names are vLLM's metrics where it has one: `prompt_tokens`, `generation_tokens`, `prefix_cache_queries` and
+        `prefix_cache_hits` (tokens), `num_preemptions`, `num_requests_running`, `kv_cache_usage_perc` (a share of 1).
+        `prefix_cache_lost_tokens_REASON` adds up what the hit reports say. A counter is there once it has counted.
+        """
         return self.core.stats()
 
     def verify(self) -> None:
