@@ -92,3 +92,21 @@ def test_a_stream_whose_end_meets_an_interrupt_still_ends(llm: LLM) -> None:
     last = list(stream)[-1]
     assert (last.outputs[0].finish_reason, last.outputs[0].text) == ("stop", text[: text.index(text[3:5])])
     llm.verify()
+
+
+def test_a_call_from_inside_a_step_is_refused_and_disturbs_nobody(llm: LLM) -> None:
+    worker = worker_of(llm)
+    refused: list[str] = []
+
+    def call(_plan: StepPlan) -> None:
+        with pytest.raises(RequestError, match="in the middle of a step") as caught:
+            llm.generate(PROMPT, _params())
+        with pytest.raises(RequestError, match="in the middle of a step"):
+            llm.close()
+        refused.append(str(caught.value))
+
+    worker.before_step = call
+    assert llm.generate(OTHER, _params())[0].outputs[0].token_ids == _expected(llm, OTHER)
+    assert len(refused) == 12
+    assert llm.stats()["prompt_tokens"] == len(OTHER)
+    llm.verify()

@@ -8,7 +8,8 @@ collector closes a stream that was dropped wherever it finds it, inside a step t
 import hashlib
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from dalsegno.engine.core import EngineCore, RequestUpdate
 from dalsegno.engine.detokenizer import Detokenizer, TextDecoder
@@ -156,12 +157,12 @@ class FrontEnd:
         """Queue checked prompts; either all of them are queued or none.
 
         Raises:
-            RequestError: one of them can never be served, and the others are taken back; or the engine is closed.
+            RequestError: one of them can never be served, and the others are taken back; or the engine is closed or
+                in the middle of a step.
         """
-        self._check_open()
         answers: list[Answer] = []
         try:
-            with self._busy, uninterrupted():
+            with self._at_work(), uninterrupted():
                 for prompt, params in batch:
                     answers.append(self._submit_one(prompt, params))
         except BaseException:
@@ -173,10 +174,9 @@ class FrontEnd:
         """Advance the engine by one step and the answers with it; a Ctrl-C is raised after the step.
 
         Raises:
-            RequestError: the engine is closed.
+            RequestError: the engine is closed, or in the middle of a step.
         """
-        self._check_open()
-        with self._busy:
+        with self._at_work():
             self._advance()
 
     def abort(self, answers: Iterable[Answer]) -> None:
@@ -200,8 +200,14 @@ class FrontEnd:
                 self._busy.release()
 
     def close(self) -> None:
-        """Drop what is unfinished and give back the memory; a second call does nothing."""
-        if not self._closed:
+        """Drop what is unfinished and give back the memory; a second call does nothing.
+
+        Raises:
+            RequestError: the engine is in the middle of a step.
+        """
+        if self._closed:
+            return
+        with self._at_work():
             self._closed = True
             self._samples.clear()
             self._core.close()
@@ -211,9 +217,18 @@ class FrontEnd:
         """Whether any request is queued or running, whoever waits for it."""
         return self._core.has_unfinished_requests
 
-    def _check_open(self) -> None:
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
         if self._closed:
             raise RequestError("this engine has been closed; what was unfinished has been dropped")
+        if not self._busy.acquire(blocking=False):
+            raise RequestError(
+                "this engine is in the middle of a step; use it from one thread, and not from inside one"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _advance(self) -> None:
         """Step until no abort is left that came during a step."""

@@ -188,9 +188,9 @@ class LLM:
 
     def close(self) -> None:
         """Give back the memory; unfinished requests are dropped, their streams raise. A second call does nothing."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.front_end.close()
+        if self._engine is not None:
+            self._engine.front_end.close()
+            self._engine = None
 
     def __enter__(self) -> Self:
         return self
