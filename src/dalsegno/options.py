@@ -13,7 +13,11 @@ _LIKENESS = 0.6
 
 
 def check_foreign_options(
-    given: Mapping[str, Any], off_values: Mapping[str, tuple[Any, ...]], valid: Iterable[str], owner: str
+    given: Mapping[str, Any],
+    off_values: Mapping[str, tuple[Any, ...]],
+    valid: Iterable[str],
+    owner: str,
+    instead: Mapping[str, str] | None = None,
 ) -> None:
     """Raise `OptionError` unless every given option is a known foreign one at a value that switches it off.
 
@@ -22,6 +26,7 @@ def check_foreign_options(
         off_values: for each foreign option we know, the values that ask for nothing.
         valid: our own option names, for the nearest-name hint.
         owner: what the options belong to, for the message.
+        instead: which of our options does what a foreign one is for, where there is one.
     """
     names = list(valid)
     for name, value in given.items():
@@ -30,7 +35,8 @@ def check_foreign_options(
             if any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in off_values[name]):
                 continue
             allowed = " or ".join(repr(off) for off in off_values[name])
-            raise OptionError(f"{owner} does not support {name}={value!r}; only {name}={allowed} is accepted")
+            hint = f"; use {instead[name]}" if instead and name in instead else ""
+            raise OptionError(f"{owner} does not support {name}={value!r}; only {name}={allowed} is accepted{hint}")
         nearest = nearest_name(name, names) or nearest_name(name, off_values)
         hint = f"did you mean {nearest}?" if nearest else f"valid names: {', '.join(sorted(names))}"
         raise OptionError(f"{owner} has no option {name!r}; {hint}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno.config import CacheConfig
-from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES
+from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES, OURS_INSTEAD
 from dalsegno.engine.llm import LLM
 from dalsegno.engine.options import EngineOptions, option_specs
 from dalsegno.errors import OptionError
@@ -126,6 +126,12 @@ def test_a_foreign_option_that_asks_for_something_is_refused_by_name(name: str, 
         EngineOptions.from_keywords({name: value})
     assert f"{name}={value!r}" in str(caught.value)
     assert f"only {name}=" in str(caught.value)
+
+
+def test_a_refused_option_names_ours_that_does_the_same() -> None:
+    with pytest.raises(OptionError, match=r"gpu_memory_utilization=0\.5.*; use kv_cache_memory_bytes$"):
+        EngineOptions.from_keywords({"gpu_memory_utilization": 0.5})
+    assert OURS_INSTEAD.keys() <= FOREIGN_OFF_VALUES.keys()
 
 
 def test_no_option_of_ours_is_in_the_foreign_list() -> None:

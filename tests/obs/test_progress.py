@@ -39,6 +39,15 @@ def test_long_work_on_a_terminal_shows_how_much_is_done(monkeypatch: pytest.Monk
     assert "tokens/s" in terminal.getvalue()
 
 
+def test_work_that_makes_no_tokens_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _terminal(monkeypatch)
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.0)
+    with Progress("tensors", 3) as shown:
+        shown.show(2)
+    assert "2/3" in terminal.getvalue()
+    assert "tokens/s" not in terminal.getvalue()
+
+
 def test_short_work_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch)
     _work()

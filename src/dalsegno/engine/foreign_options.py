@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["FOREIGN_OFF_VALUES"]
+__all__ = ["FOREIGN_OFF_VALUES", "OURS_INSTEAD"]
 
 FOREIGN_OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "additional_config": (None, {}),
@@ -112,3 +112,12 @@ FOREIGN_OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "worker_cls": (None, "auto"),
 }
 """Off values per option; `swap_space` there reserves memory, so only none of it is accepted."""
+
+OURS_INSTEAD: dict[str, str] = {
+    "gpu_memory_utilization": "kv_cache_memory_bytes",
+    "hf_token": "the environment variable HF_TOKEN",
+    "mamba_block_size": "hash_block_size and prefix_cache_retention_interval",
+    "mamba_cache_mode": "enable_prefix_caching",
+    "num_gpu_blocks_override": "kv_cache_memory_bytes",
+}
+"""What to use for some of them."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from dalsegno.config import CacheConfig, SchedulerConfig
-from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES
+from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES, OURS_INSTEAD
 from dalsegno.errors import OptionError
 from dalsegno.options import check_foreign_options, check_integer
 
@@ -102,7 +102,7 @@ class EngineOptions:
         own = {name: _plain(value) for name, value in given.items() if name in names}
         foreign = {name: value for name, value in given.items() if name not in names}
         unit = foreign.pop("prefix_match_unit", None)
-        check_foreign_options(foreign, FOREIGN_OFF_VALUES, [*names, "prefix_match_unit"], owner)
+        check_foreign_options(foreign, FOREIGN_OFF_VALUES, [*names, "prefix_match_unit"], owner, OURS_INSTEAD)
         if unit is not None:
             check_integer("prefix_match_unit", unit, 1)
             if own.setdefault("hash_block_size", unit) != unit:

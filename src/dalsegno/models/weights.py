@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dalsegno.errors import CheckpointError
 from dalsegno.models.checkpoint import Checkpoint
+from dalsegno.obs.progress import Progress
 
 __all__ = ["FusedTensor", "WeightTarget", "check_weights", "load_weights", "present_targets"]
 
@@ -124,7 +125,9 @@ def _listed(label: str, items: list[str]) -> str:
 def load_weights(
     checkpoint: Checkpoint, targets: Mapping[str, WeightTarget], *, duplicates: Mapping[str, str] | None = None
 ) -> None:
-    """Copy every tensor to its target, converting dtype and device. The checkpoint has passed `check_weights`.
+    """Copy every tensor to its target, converting dtype and device; a terminal sees how far it is.
+
+    The checkpoint has passed `check_weights`.
 
     Args:
         checkpoint: where to read.
@@ -134,11 +137,16 @@ def load_weights(
     Raises:
         CheckpointError: a file cannot be read, or a copy of a tied tensor differs from it.
     """
-    for file, names in checkpoint.files().items():
-        with checkpoint.open(file) as handle:
-            for name in names:
-                if name in targets:
-                    _copy(handle.get_tensor(name), targets[name])
+    num_done = 0
+    with Progress("tensors loaded", len(targets)) as progress:
+        for file, names in checkpoint.files().items():
+            with checkpoint.open(file) as handle:
+                for name in names:
+                    if name in targets:
+                        _copy(handle.get_tensor(name), targets[name])
+                        num_done += 1
+                    if progress.is_due():
+                        progress.show(num_done)
     for name, original in (duplicates or {}).items():
         if name in checkpoint.tensors:
             _check_duplicate(checkpoint, name, original)

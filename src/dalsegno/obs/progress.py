@@ -37,13 +37,14 @@ class Progress:
         """Whether it is time for the next `show`, so that counting is done only when it is seen."""
         return self._enabled and time.monotonic() >= self._next
 
-    def show(self, done: int, num_tokens: int) -> None:
-        """Tell that `done` of all are finished, and how many tokens were generated so far."""
+    def show(self, done: int, num_tokens: int | None = None) -> None:
+        """Tell that `done` of all are finished and, where that is what is worked at, how many tokens there are."""
         now = time.monotonic()
         self._next = now + _PERIOD_SECONDS
         if self._bar is None or self._task is None:
             self._bar, self._task = self._begin()
-        self._bar.update(self._task, completed=done, speed=f"{num_tokens / max(now - self._start, 1e-3):.0f} tokens/s")
+        speed = "" if num_tokens is None else f"{num_tokens / max(now - self._start, 1e-3):.0f} tokens/s"
+        self._bar.update(self._task, completed=done, speed=speed)
 
     def __enter__(self) -> Self:
         return self
