@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dalsegno.engine.llm import LLM
-from dalsegno.errors import RequestError
+from dalsegno.errors import EngineError, RequestError
 from dalsegno.sampling_params import SamplingParams
 from dalsegno.testing.fake_worker import expected_tokens
 from dalsegno.types import StepPlan
@@ -110,3 +110,25 @@ def test_a_call_from_inside_a_step_is_refused_and_disturbs_nobody(llm: LLM) -> N
     assert len(refused) == 12
     assert llm.stats()["prompt_tokens"] == len(OTHER)
     llm.verify()
+
+
+def test_an_engine_whose_step_was_left_in_the_middle_serves_nothing_more(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = llm.stream(OTHER, _params())
+    next(stream)
+
+    def interrupt(*_given: Any, **_named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.core.scheduler, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPT, _params())
+    monkeypatch.undo()
+    with pytest.raises(EngineError, match="make a new engine"):
+        list(stream)
+    with pytest.raises(EngineError, match="make a new engine"):
+        llm.generate(PROMPT, _params())
+    worker = worker_of(llm)
+    llm.close()
+    assert worker.closed

@@ -54,6 +54,8 @@ class EngineCore:
         # What happened and was not returned yet; an interrupt that leaves `step` takes nothing of it along.
         self._updates: list[RequestUpdate] = []
         self._num_idle_steps = 0
+        # Set while the counts of a step are open: what leaves `step` then leaves counts that nobody owns.
+        self._broken = False
         if debug:
             self.manager.pool.on_fill = worker.poison
         needed = self.manager.slabs_alone(scheduler_config.max_model_len)
@@ -69,12 +71,19 @@ class EngineCore:
         """Whether `step` still has something to do."""
         return self.scheduler.has_unfinished or bool(self._updates)
 
+    @property
+    def broken(self) -> bool:
+        """Whether a step was left in the middle; nothing is served any more then."""
+        return self._broken
+
     def add_request(self, request: Request) -> None:
         """Queue a request; its siblings come with it.
 
         Raises:
             RequestError: it can never be served, whatever else runs.
+            EngineError: the engine is broken.
         """
+        self._check_sound()
         longest = self.scheduler.config.max_model_len
         if not request.num_tokens:
             raise RequestError(f"request {request.request_id}: the prompt is empty; at least one token is needed")
@@ -101,8 +110,10 @@ class EngineCore:
         """Run one step and return what it did, in no particular order.
 
         Raises:
-            EngineError: a broken invariant; the engine is of no more use.
+            EngineError: a broken invariant, or a step that was left in the middle before; the engine is of no more use.
         """
+        self._check_sound()
+        self._broken = True
         self._poll()
         plan = self.scheduler.schedule()
         if plan is None:
@@ -112,6 +123,7 @@ class EngineCore:
             self._execute(plan)
         if self._debug:
             self.verify()
+        self._broken = False
         updates, self._updates = self._updates, []
         return updates
 
@@ -145,9 +157,14 @@ class EngineCore:
 
     def close(self) -> None:
         """Drop all requests and close the worker."""
-        for request in list(self.scheduler.requests()):
-            self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
+        if not self._broken:
+            for request in list(self.scheduler.requests()):
+                self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
         self.worker.close()
+
+    def _check_sound(self) -> None:
+        if self._broken:
+            raise EngineError("an earlier step was left in the middle, so its counts are open: make a new engine")
 
     def _poll(self) -> None:
         stops, self._stops = self._stops, []
@@ -165,6 +182,7 @@ class EngineCore:
             self._updates += self.scheduler.fail(plan, error, self.clock.now())
         except BaseException:
             self._updates += self.scheduler.fail(plan, None, self.clock.now())
+            self._broken = False
             raise
         else:
             self._updates += self.scheduler.commit(plan, result, self.clock.now())

@@ -195,7 +195,8 @@ class FrontEnd:
         self._left_aborts = True
         if self._busy.acquire(blocking=False):
             try:
-                self._advance()
+                if not self._core.broken:
+                    self._advance()
             finally:
                 self._busy.release()
 
