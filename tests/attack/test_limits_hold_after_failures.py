@@ -1,5 +1,8 @@
 """What the scheduler promises holds while it retries, too."""
 
+import pytest
+
+from dalsegno.errors import RequestError
 from dalsegno.request import FinishReason
 from dalsegno.testing.builders import make_core, make_request, run_all
 from dalsegno.testing.fake_worker import FakeWorker, expected_tokens
@@ -44,4 +47,20 @@ def test_a_sample_can_be_aborted_while_it_waits_for_its_prefill() -> None:
     for sample in (request, second):
         assert isinstance(core.worker, FakeWorker)
         assert sample.output_token_ids == expected_tokens(core.layout, range(60), 5, 997, sample.sample_index)
+    core.verify()
+
+
+def test_an_id_is_used_again_only_when_its_request_has_ended() -> None:
+    core = make_core(budget=16)
+    core.add_request(make_request("a", range(60), 5, n=2))
+    for _ in range(6):
+        for taken in ("a", "a#1"):
+            with pytest.raises(RequestError, match="unique"):
+                core.add_request(make_request(taken, range(5), 1))
+        core.step()
+    core.abort("a#1")
+    core.step()
+    again = make_request("a#1", range(5), 1)
+    run_all(core, [again])
+    assert again.output_token_ids == expected_tokens(core.layout, range(5), 1, 997)
     core.verify()

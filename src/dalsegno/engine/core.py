@@ -80,7 +80,7 @@ class EngineCore:
         """Queue a request; its siblings come with it.
 
         Raises:
-            RequestError: it can never be served, whatever else runs.
+            RequestError: it can never be served, whatever else runs; or an unfinished request has its id.
             EngineError: the engine is broken.
         """
         self._check_sound()
@@ -94,6 +94,11 @@ class EngineCore:
             )
         # Ids are used again: what was said of an earlier request of this name is not meant for this one.
         ids = {sample.request_id for sample in (request, *request.siblings)}
+        taken = sorted(request_id for request_id in ids if self.scheduler.knows(request_id))
+        if taken or len(ids) <= len(request.siblings):
+            raise RequestError(
+                f"request {request.request_id}: ids of unfinished requests are unique, {taken or ids} are not"
+            )
         self._aborts = [request_id for request_id in self._aborts if request_id not in ids]
         self._stops = [stop for stop in self._stops if stop[0] not in ids]
         self.scheduler.add(request)

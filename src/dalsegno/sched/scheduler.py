@@ -37,6 +37,7 @@ class Scheduler:
         self.counters: Counter[str] = Counter()
         self._unit = manager.unit
         self._num_added = 0
+        self._unfinished: set[str] = set()
         self._step_id = 0
         # Requests of a step that raised, with the tokens they had reached: each runs alone until it is past them.
         self._suspects: dict[str, int] = {}
@@ -46,9 +47,14 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether an unfinished request has this id."""
+        return request_id in self._unfinished
+
     def add(self, request: Request) -> None:
-        """Queue a request that fits alone."""
+        """Queue a request that fits alone; nobody unfinished has its id or that of one of its samples."""
         self._num_added += 1
+        self._unfinished.update(sample.request_id for sample in (request, *request.siblings))
         request.order = (request.priority if self.config.policy == "priority" else 0, self._num_added)
         for sibling in request.siblings:
             sibling.order = request.order
@@ -350,6 +356,7 @@ class Scheduler:
             sample.error = request.error
             sample.finish_time = now
             self._suspects.pop(sample.request_id, None)
+            self._unfinished.discard(sample.request_id)
             self.counters[f"request_success_{reason.value}"] += 1
             updates.append(RequestUpdate(sample, [], finished=True))
         request.siblings = []
