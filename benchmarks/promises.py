@@ -25,10 +25,9 @@ def main() -> None:
         with LLM(model, kv_cache_memory_bytes=2**29) as llm:
 
             def send(name: str, prompt: list[int], max_tokens: int = 1) -> list[int]:
-                before = llm.stats().get("boundary_states_published", 0)
                 params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
                 [result] = llm.generate([prompt], params, use_tqdm=False)
-                states = llm.stats()["boundary_states_published"] - before
+                states = result.metrics.num_states_kept
                 hit, most = float(result.num_cached_tokens or 0), float(len(prompt) - 1)
                 rows.append(Row(f"{name}: tokens hit", hit, "tokens", most, hit / most, command_line()))
                 rows.append(Row(f"{name}: states kept", float(states), "states", 16.0, states / 16, command_line()))

@@ -21,7 +21,7 @@ OTHER_VALUES: dict[str, Any] = {
     "prefix_cache_retention_interval": 32,
     "decode_checkpoint_interval": 48,
     "max_states_per_request": 5,
-    "scheduling_policy": "priority",
+    "scheduling_policy": "fcfs",
     "prefix_wait_steps": 7,
     "dtype": "bfloat16",
     "device": "cpu",

@@ -123,3 +123,10 @@ def test_a_single_prompt_needs_no_list_around_it() -> None:
 def test_a_rendered_conversation_keeps_text_and_marks() -> None:
     prompt = _parser().parse_rendered("ab", [1, 2], (1, 2))
     assert (prompt.text, prompt.token_ids.tolist(), prompt.checkpoint_at) == ("ab", [1, 2], (1, 2))
+
+
+def test_a_priority_without_effect_is_refused() -> None:
+    strict = PromptParser(None, 100, 50, takes_priority=False)
+    assert strict.parse({"prompt_token_ids": [1], "priority": 0}).priority == 0
+    with pytest.raises(RequestError, match="priority=2 has no effect under scheduling_policy='fcfs'"):
+        strict.parse({"prompt_token_ids": [1], "priority": 2})

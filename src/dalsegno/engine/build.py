@@ -92,7 +92,12 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
         max_model_len=max_model_len,
         seed=options.seed,
     )
-    parser = PromptParser(None if tokenizer is None else tokenizer.encode, network.vocab_size, max_model_len)
+    parser = PromptParser(
+        None if tokenizer is None else tokenizer.encode,
+        network.vocab_size,
+        max_model_len,
+        takes_priority=options.scheduling_policy == "priority",
+    )
     return Engine(core, front_end, parser, tokenizer, start_up_plan, defaults)
 
 

@@ -100,6 +100,7 @@ class Answer:
                 finish_time=max(ends) if self.finished and ends else None,
                 num_prefilled_tokens=sum(request.num_prefilled_tokens for request in requests),
                 num_preemptions=sum(request.num_preemptions for request in requests),
+                num_states_kept=sum(request.num_states_kept for request in requests),
             ),
             finished=self.finished,
         )

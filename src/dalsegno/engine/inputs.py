@@ -32,7 +32,7 @@ class Prompt:
         token_ids: u32 buffer of at least one id, each in the vocabulary.
         text: the text it was given as, or None.
         cache_salt: only prompts with the same salt share what is cached.
-        priority: smaller first, where the scheduling policy is "priority".
+        priority: smaller first.
         checkpoint_at: token counts, ascending, at which a state is worth keeping.
     """
 
@@ -66,12 +66,21 @@ class PromptParser:
         encode: text to token ids; None when the engine has no tokenizer, then texts are refused.
         vocab_size: ids are below this.
         max_model_len: prompts are shorter than this, so that one token can follow.
+        takes_priority: whether the scheduling policy heeds priorities; where it does not, one is refused.
     """
 
-    def __init__(self, encode: Callable[[str], Sequence[int]] | None, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        encode: Callable[[str], Sequence[int]] | None,
+        vocab_size: int,
+        max_model_len: int,
+        *,
+        takes_priority: bool = True,
+    ) -> None:
         self._encode = encode
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._takes_priority = takes_priority
 
     def parse(self, given: PromptLike, where: str = "prompt") -> Prompt:
         """Return the checked prompt.
@@ -120,11 +129,16 @@ class PromptParser:
                 f"{where} has {len(token_ids)} tokens; at most {self._max_model_len - 1} are allowed, so that one "
                 f"token can follow within max_model_len={self._max_model_len}"
             )
+        priority = _priority(fields.get("priority"), where)
+        if priority and not self._takes_priority:
+            raise RequestError(
+                f"{where}: priority={priority} has no effect under scheduling_policy='fcfs'; use 'priority'"
+            )
         return Prompt(
             token_ids=token_ids,
             text=text,
             cache_salt=_cache_salt(fields.get("cache_salt"), where),
-            priority=_priority(fields.get("priority"), where),
+            priority=priority,
             checkpoint_at=_checkpoints(fields.get("checkpoint_at"), len(token_ids), where),
         )
 

@@ -71,7 +71,7 @@ class LLM:
         Args:
             prompts: one prompt or a list of them. A prompt is a text, a list of token ids, or a dict with one of
                 `prompt` and `prompt_token_ids` and, if wanted, `cache_salt` (only prompts with the same salt share
-                what is cached), `priority` (smaller first, under `scheduling_policy="priority"`) and `checkpoint_at`
+                what is cached), `priority` (smaller first) and `checkpoint_at`
                 (token counts at which a state is worth keeping).
             sampling_params: one for all prompts, or one per prompt; None takes the defaults of
                 `get_default_sampling_params`.

@@ -58,7 +58,9 @@ class EngineOptions:
         None, "Keep the state of an answer every so many tokens; 0 is never; default: the hash block size."
     )
     max_states_per_request: int = _option(16, "Most states one request may leave in the cache.")
-    scheduling_policy: str = _option("fcfs", "Order of waiting requests: fcfs, or priority (smaller first).")
+    scheduling_policy: str = _option(
+        "priority", "Order of requests: priority (smaller first, then arrival), or fcfs (arrival alone)."
+    )
     prefix_wait_steps: int = _option(
         64, "Most steps a request waits for a common prefix that another one is computing."
     )

@@ -43,6 +43,7 @@ class RequestMetrics:
         finish_time: the last sample ended; None before it.
         num_prefilled_tokens: tokens prefilled as the worker counted them, those repeated after preemptions included.
         num_preemptions: how often a sample lost its blocks to another request.
+        num_states_kept: boundary states published for later requests, all samples.
     """
 
     arrival_time: float
@@ -50,6 +51,7 @@ class RequestMetrics:
     finish_time: float | None = None
     num_prefilled_tokens: int = 0
     num_preemptions: int = 0
+    num_states_kept: int = 0
 
     @property
     def time_to_first_token(self) -> float | None:
