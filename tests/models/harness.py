@@ -138,7 +138,9 @@ class ModelRunner:
 
     def state_parts(self, name: str) -> list[Tensor]:
         """Return the state part of every state layer, by block: `[blocks, *shape]`, a view of the memory."""
-        return [view.parts[name].flatten(0, 1) for view in self.views if isinstance(view, StateView)]
+        return [
+            view.parts[name].flatten(0, 1) for view in self.views if isinstance(view, StateView) and name in view.parts
+        ]
 
     def paged_parts(self, kind: GroupKind | None = None) -> list[Tensor]:
         """Return keys and values of the paged layers (of one kind), by block: `[blocks, block_size, heads, dim]`."""

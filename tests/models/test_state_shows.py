@@ -86,16 +86,21 @@ def _faults(runner: ModelRunner) -> dict[str, Fault]:
         faults["zero KV of full layers"] = _zero_kv(GroupKind.ATTENTION)
         faults["zero KV of window layers"] = _zero_kv(GroupKind.WINDOW)
     if GroupKind.STATE in kinds:
-        faults["zero recurrent state"] = _zero_state("recurrent")
+        names = {part.name for spec in runner.specs if spec.kind is GroupKind.STATE for part in spec.parts}
         faults["zero conv state"] = _zero_state("conv")
-        faults["state of 16 tokens earlier"] = _earlier_state("conv", "recurrent")
-        faults["recurrent state of 16 tokens earlier"] = _earlier_state("recurrent")
+        if "recurrent" in names:
+            faults["zero recurrent state"] = _zero_state("recurrent")
+            faults["state of 16 tokens earlier"] = _earlier_state("conv", "recurrent")
+            faults["recurrent state of 16 tokens earlier"] = _earlier_state("recurrent")
+        else:
+            faults["conv state of 16 tokens earlier"] = _earlier_state("conv")
     return faults
 
 
 def _must_show(fault: str, resume: int) -> bool:
     """What a conv state or a window holds is gone after 64 more tokens, so there those faults are only reported."""
-    return resume < max(RESUMES) or fault not in ("zero conv state", "zero KV of window layers")
+    short_lived = ("zero conv state", "conv state of 16 tokens earlier", "zero KV of window layers")
+    return resume < max(RESUMES) or fault not in short_lived
 
 
 @pytest.mark.slow

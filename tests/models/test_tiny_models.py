@@ -32,7 +32,8 @@ def test_common_sizes(kind: str, tiny_folder: FolderOf) -> None:
     assert config["tie_word_embeddings"] is False
     tensors = load_file(tiny_folder(kind) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    embedding = "backbone.embeddings.weight" if kind == "nemotron-h" else "model.embed_tokens.weight"
+    assert not torch.equal(tensors["lm_head.weight"], tensors[embedding])
 
 
 def test_qwen3_next_has_the_sizes_of_the_design(tiny_folder: FolderOf) -> None:
@@ -64,6 +65,28 @@ def test_decays_have_half_lives_log_spaced_from_8_to_512_tokens(tiny_folder: Fol
         rate = tensors[f"{prefix}.A_log"].exp() * torch.nn.functional.softplus(tensors[f"{prefix}.dt_bias"])
         half_lives = math.log(2) / rate
         torch.testing.assert_close(half_lives, 8 * 64 ** (torch.arange(8) / 7), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["granite-hybrid", "bamba", "falcon-h1", "nemotron-h"])
+def test_mamba_decays_have_half_lives_log_spaced_from_8_to_512_tokens(kind: str, tiny_folder: FolderOf) -> None:
+    tensors = load_file(tiny_folder(kind) / "model.safetensors")
+    prefixes = [name.removesuffix("A_log") for name in tensors if name.endswith("A_log")]
+    assert prefixes
+    for prefix in prefixes:
+        rate = tensors[f"{prefix}A_log"].exp() * torch.nn.functional.softplus(tensors[f"{prefix}dt_bias"])
+        torch.testing.assert_close(math.log(2) / rate, 8 * 64 ** (torch.arange(16) / 15), rtol=1e-4, atol=0)
+        assert torch.equal(tensors[f"{prefix}D"], torch.full((16,), 0.1))
+
+
+def test_lfm2_keeps_windows_of_convolutions_and_nothing_else(tiny_model: ModelOf) -> None:
+    specs = [spec for spec in tiny_model("lfm2").cache_specs() if spec.kind is GroupKind.STATE]
+    assert [[part.name for part in spec.parts] for spec in specs] == [["conv"]] * 4
+
+
+def test_falcon_h1_keeps_a_state_and_attention_in_every_layer(tiny_model: ModelOf) -> None:
+    specs = tiny_model("falcon-h1").cache_specs()
+    assert [spec.layer for spec in specs] == list(range(8))
+    assert [spec.kind for spec in specs] == [GroupKind.STATE, GroupKind.ATTENTION] * 4
 
 
 def test_qwen3_window_sees_64_tokens_in_every_second_layer(tiny_model: ModelOf) -> None:
@@ -114,8 +137,11 @@ def test_answers_neither_repeat_a_token_nor_hang_on_ties(kind: str, tiny_model: 
 
 
 @pytest.mark.parametrize("prompt_length", [700])
-def test_rounding_stays_far_below_what_counts_as_another_answer(prompt_length: int, tiny_model: ModelOf) -> None:
-    model = tiny_model("qwen3-next")
+@pytest.mark.parametrize("kind", [kind for kind in TINY_KINDS if kind not in ("llama", "qwen3", "qwen3-window")])
+def test_rounding_stays_far_below_what_counts_as_another_answer(
+    kind: str, prompt_length: int, tiny_model: ModelOf
+) -> None:
+    model = tiny_model(kind)
     tokens = torch.randint(3, 4096, (prompt_length,), generator=torch.Generator().manual_seed(4)).tolist()
     whole = ModelRunner(model, 1, prompt_length).logits({0: tokens})
     runner = ModelRunner(model, 1, prompt_length)
@@ -141,7 +167,7 @@ def test_router_never_depends_on_rounding(tiny_folder: FolderOf) -> None:
 
 
 def test_unknown_kind_and_bad_seed_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"qwen3-next, llama, qwen3, qwen3-window, got 'gpt'"):
+    with pytest.raises(OptionError, match=", ".join(TINY_KINDS) + ", got 'gpt'"):
         make_tiny_model("gpt", tmp_path)
     with pytest.raises(OptionError, match="seed"):
         make_tiny_model("llama", tmp_path, seed=-1)

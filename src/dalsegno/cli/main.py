@@ -110,7 +110,7 @@ def chat(
 
 @app.command()
 def make_tiny_model(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="qwen3-next, llama, qwen3 or qwen3-window.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="Such as qwen3-next; a wrong one lists all.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder, or one with a tiny model.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:

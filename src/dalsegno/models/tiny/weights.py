@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dalsegno.models.tiny.recipes import Recipe, mamba_sizes, recipe_of
+
 __all__ = ["Array", "tiny_weights"]
 
 Array = NDArray[np.float32]
@@ -18,28 +20,6 @@ Array = NDArray[np.float32]
 _SHORTEST_HALF_LIFE = 8.0
 _LONGEST_HALF_LIFE = 512.0
 
-# Standard deviation of what a linear map gives for an input of unit size. Too little from the mixers, and the answer
-# echoes the last token whatever the caches hold; too much, and every answer runs into the same few tokens.
-_DENSE_GAINS = {
-    "q_proj": 1.7,
-    "k_proj": 1.7,
-    "v_proj": 1.0,
-    "o_proj": 1.2,
-    "gate_proj": 1.0,
-    "up_proj": 1.0,
-    "down_proj": 1.2,
-    "lm_head": 3.0,
-}
-# One layer in four attends, and half of what it says is gated away: its output has to speak up.
-_HYBRID_GAINS = _DENSE_GAINS | {
-    "o_proj": 3.0,
-    "down_proj": 0.5,
-    "in_proj_qkvz": 1.0,
-    "in_proj_ba": 0.32,
-    "conv1d": 1.0,
-    "out_proj": 1.5,
-    "shared_expert_gate": 1.0,
-}
 # Queries and keys stay in the linear part of SiLU: keys with a common mean overlap, and overwrite each other's values.
 _CONV_KEY_GAIN = 0.5
 # Scores with this much spread (squared) pick a few tokens out of hundreds instead of averaging over all.
@@ -50,6 +30,11 @@ _HEAD_NORM = 1.7
 # dimensions flips a choice by rounding once in some hundred thousand tokens, and then logits of two exact runs differ.
 _RESIDUAL_WRITERS = ("o_proj", "out_proj", "down_proj")
 _ROUTER_GAIN = 1.0
+
+_BIAS = 0.1
+# What Mamba2 passes by its state: little, or the answer echoes the last token.
+_SKIP = 0.1
+_STEP_EXPONENT = 0.5
 
 
 def tiny_weights(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], seed: int) -> dict[str, Array]:
@@ -70,29 +55,33 @@ def _stream(name: str, seed: int) -> np.random.Generator:
 
 def _tensor(name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: int) -> Array:
     stream = _stream(name, seed)
-    kind = _leaf(name)
-    if kind == "A_log":
-        return np.zeros(shape, np.float32)
-    if kind == "dt_bias":
-        return _dt_bias(shape[0])
-    if kind.endswith("norm"):
-        return _norm_weight(kind, shape, config)
+    recipe, kind = recipe_of(config), _leaf(name)
+    if kind in ("A_log", "dt_bias", "D"):
+        return _decay(kind, shape[0], has_delta=_has_delta(config))
+    if kind.endswith(("norm", "norm_f")):
+        return _norm_weight(name, shape, config, recipe)
     if kind == "gate":
         return _router(stream, shape)
     noise = stream.standard_normal(shape, np.float32)
-    if kind == "embed_tokens":
-        return _with_expert_order(noise, stream, config)
-    gains = _HYBRID_GAINS if _is_hybrid(config) else _DENSE_GAINS
-    weight = noise * np.float32(gains[kind] / math.sqrt(math.prod(shape[1:])))
-    if kind == "conv1d":
+    if kind in ("embed_tokens", "embeddings"):
+        return _with_expert_order(noise * np.float32(recipe.embedding), stream, config)
+    if name.endswith(".bias"):
+        return noise * np.float32(_BIAS)
+    gains = _row_gains(name, config, recipe).reshape(-1, *[1] * (len(shape) - 1))
+    weight = noise * (gains / math.sqrt(math.prod(shape[1:]))).astype(np.float32)
+    if kind == "conv1d" and _has_delta(config):
         weight[: 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]] *= np.float32(_CONV_KEY_GAIN)
-    if kind in _RESIDUAL_WRITERS and _is_hybrid(config):
-        weight[-config["num_experts"] :] = 0.0
+    if kind in _RESIDUAL_WRITERS and _num_experts(config):
+        weight[-_num_experts(config) :] = 0.0
     return weight
 
 
-def _is_hybrid(config: Mapping[str, Any]) -> bool:
-    return bool(config["model_type"] == "qwen3_next")
+def _has_delta(config: Mapping[str, Any]) -> bool:
+    return "linear_num_key_heads" in config
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts", 0))
 
 
 def _leaf(name: str) -> str:
@@ -100,24 +89,45 @@ def _leaf(name: str) -> str:
     return parts[-2] if parts[-1] in ("weight", "bias") else parts[-1]
 
 
-def _dt_bias(num_heads: int) -> Array:
-    """Return the bias that gives half-lives log-spaced over the heads: the inverse softplus of ln 2 / half-life."""
-    half_lives = np.geomspace(_SHORTEST_HALF_LIFE, _LONGEST_HALF_LIFE, num_heads)
-    return np.log(np.expm1(math.log(2.0) / half_lives)).astype(np.float32)
+def _row_gains(name: str, config: Mapping[str, Any], recipe: Recipe) -> NDArray[np.float64]:
+    """Return the gain of each row of a matrix, or one for all."""
+    kind, gains = _leaf(name), recipe.gains
+    if kind == "in_proj" and "in_proj" not in gains:
+        sizes = mamba_sizes(config)
+        counts = (sizes.inner, sizes.inner, sizes.group, sizes.group, sizes.heads)
+        return np.repeat([gains[part] for part in ("gate", "value", "key", "query", "step")], counts)
+    parent = ".".join(name.split(".")[-3:-1])
+    return np.asarray([gains[parent] if parent in gains else gains[kind]])
 
 
-def _norm_weight(kind: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Array:
+def _decay(kind: str, num_heads: int, *, has_delta: bool) -> Array:
+    """Return parameters that give half-lives log-spaced over the heads.
+
+    In a gated delta net the step is the decay itself. In Mamba2 it also scales what is added: a step of the root of
+    the decay makes all heads speak equally loud, whatever their half-lives.
+    """
+    rates = math.log(2.0) / np.geomspace(_SHORTEST_HALF_LIFE, _LONGEST_HALF_LIFE, num_heads)
+    steps = rates if has_delta else rates**_STEP_EXPONENT
+    if kind == "D":
+        return np.full(num_heads, _SKIP, np.float32)
+    if kind == "A_log":
+        return np.log(rates / steps).astype(np.float32)
+    # The inverse of softplus.
+    return np.log(np.expm1(steps)).astype(np.float32)
+
+
+def _norm_weight(name: str, shape: tuple[int, ...], config: Mapping[str, Any], recipe: Recipe) -> Array:
     """Return a constant gain, as a distance from one in the norms that are stored so."""
-    gain = _HEAD_NORM if kind in ("q_norm", "k_norm") else 1.0
+    kind = _leaf(name)
+    gain = _HEAD_NORM if kind in ("q_norm", "k_norm", "q_layernorm", "k_layernorm") else 1.0
     # The norm inside a gated delta net has the size of a head and is stored plainly.
-    centred = _is_hybrid(config) and (kind != "norm" or shape == (config["hidden_size"],))
+    centred = recipe.centred_norms and (kind != "norm" or shape == (config["hidden_size"],))
     return np.full(shape, gain - 1.0 if centred else gain, np.float32)
 
 
 def _with_expert_order(embedding: Array, stream: np.random.Generator, config: Mapping[str, Any]) -> Array:
     """Give every token a random order of experts, in the embedding's last dimensions."""
-    if _is_hybrid(config):
-        num_experts = config["num_experts"]
+    if num_experts := _num_experts(config):
         levels = np.arange(num_experts, dtype=np.float32) - np.float32((num_experts - 1) / 2)
         embedding[:, -num_experts:] = stream.permuted(np.tile(levels, (len(embedding), 1)), axis=1)
     return embedding
