@@ -138,9 +138,9 @@ class EngineCore:
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is in use at this moment."""
-        counters = self.scheduler.counters + self.manager.counters
         return {
-            **dict(sorted(counters.items())),
+            **self.scheduler.counters,
+            **self.manager.counters,
             **self.manager.pool.counts(),
             "num_evicted_blocks": self.manager.pool.num_evicted,
             "num_cached_blocks": len(self.manager.index),

@@ -174,7 +174,7 @@ class LLM:
 
         Names are vLLM's metrics where it has one: `prompt_tokens`, `generation_tokens`, `prefix_cache_queries` and
         `prefix_cache_hits` (tokens), `num_preemptions`, `num_requests_running`, `kv_cache_usage_perc` (a share of 1).
-        `prefix_cache_lost_tokens_REASON` adds up what the hit reports say. A counter is there once it has counted.
+        `prefix_cache_lost_tokens_REASON` adds up what the hit reports say.
         """
         return self.core.stats()
 

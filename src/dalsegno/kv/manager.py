@@ -31,6 +31,9 @@ from dalsegno.types import BlockCopy, StateStep
 __all__ = ["KVCacheManager"]
 
 
+_COUNTERS = ("boundary_states_published", "boundary_states_thawed", "checkpoints_skipped")
+
+
 class KVCacheManager:
     """Blocks of all requests and the prefix cache over them. Used on the engine thread only."""
 
@@ -65,7 +68,7 @@ class KVCacheManager:
         self.coordinator = Coordinator(layout, self.pool, self.paged, self.state, max_step_tokens)
         self.requests: dict[str, RequestBlocks] = {}
         self.copies_in_flight: list[tuple[str, BlockCopy]] = []
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.publisher = Publisher(config, self.pool, self.index, self.paged, self.state, self.counters)
         self.hand_offs = self.publisher.hand_offs
         self._recent = RecentHashes(self.unit)

@@ -21,6 +21,21 @@ from dalsegno.types import ScheduledRequest, StepPlan, StepResult
 __all__ = ["Scheduler"]
 
 
+_COUNTERS = (
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    *(f"prefix_cache_lost_tokens_{reason.value}" for reason in LostReason),
+    *(f"request_success_{reason.value}" for reason in FinishReason),
+    "num_prefilled_tokens",
+    "num_recovered_tokens",
+    "num_preemptions",
+    "num_failed_steps",
+    "num_prefix_wait_steps",
+)
+
+
 def _order(request: Request) -> tuple[int, int]:
     return request.order
 
@@ -34,7 +49,7 @@ class Scheduler:
         self.config = config
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._unit = manager.unit
         self._num_added = 0
         self._unfinished: set[str] = set()
