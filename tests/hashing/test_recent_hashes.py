@@ -33,23 +33,24 @@ def families(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
     return prompts
 
 
-@given(families(), st.integers(1, 200))
-def test_a_remembered_prompt_hashes_as_an_unknown_one(prompts: list[tuple[int, list[int]]], max_tokens: int) -> None:
-    recent = RecentHashes(UNIT, max_tokens)
+@given(families(), st.integers(1, 20_000))
+def test_a_remembered_prompt_hashes_as_an_unknown_one(prompts: list[tuple[int, list[int]]], max_bytes: int) -> None:
+    recent = RecentHashes(UNIT, max_bytes)
     for domain, token_ids in prompts:
         assert recent.hashes(ROOTS[domain], to_token_array(token_ids)) == direct(token_ids, ROOTS[domain])
 
 
-@given(families(), st.integers(1, 200))
-def test_memory_is_bounded(prompts: list[tuple[int, list[int]]], max_tokens: int) -> None:
-    recent = RecentHashes(UNIT, max_tokens)
+@given(families(), st.integers(1, 20_000))
+def test_memory_is_bounded(prompts: list[tuple[int, list[int]]], max_bytes: int) -> None:
+    recent = RecentHashes(UNIT, max_bytes)
     longest = max(len(token_ids) for _, token_ids in prompts)
     for domain, token_ids in prompts:
         recent.hashes(ROOTS[domain], to_token_array(token_ids))
-        held = [known for bucket in recent._buckets.values() for known, _ in bucket]
-        assert recent._num_tokens == sum(map(len, held))
+        held = [entry for bucket in recent._buckets.values() for entry in bucket]
+        num_bytes = sum(4 * len(known) + 73 * len(hashes) for known, hashes in held)
+        assert recent._num_bytes == num_bytes
         # The prompts of one first unit are kept or dropped together, and there are few of them.
-        assert recent._num_tokens <= max(max_tokens, 4 * longest)
+        assert num_bytes <= max(max_bytes, 4 * (4 * longest + 73 * (longest // UNIT)))
 
 
 def test_the_next_turn_hashes_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_a_result_belongs_to_the_caller() -> None:
 
 
 def test_the_least_recently_used_prompt_goes_first() -> None:
-    recent = RecentHashes(UNIT, max_tokens=40)
+    recent = RecentHashes(UNIT, max_bytes=2 * (4 * 20 + 73 * (20 // UNIT)))
     first, second, third = ([start, *range(19)] for start in (100, 200, 300))
     for prompt in (first, second, first, third):
         recent.hashes(ROOTS[0], to_token_array(prompt))

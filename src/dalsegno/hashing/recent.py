@@ -13,16 +13,17 @@ from dalsegno.types import BlockHash
 __all__ = ["RecentHashes"]
 
 _BUCKET_SIZE = 4
+_DIGEST_BYTES = 32 + 33 + 8
 
 
 class RecentHashes:
     """A bounded memory of prompts and their hashes. Used on the engine thread only."""
 
-    def __init__(self, hash_block_size: int, max_tokens: int = 4_000_000) -> None:
-        """Remember prompts of at most `max_tokens` tokens together; the least recently used first unit goes first."""
+    def __init__(self, hash_block_size: int, max_bytes: int = 64 << 20) -> None:
+        """Remember prompts of about `max_bytes` bytes together; the least recently used first unit goes first."""
         self._unit = hash_block_size
-        self._max_tokens = max_tokens
-        self._num_tokens = 0
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._buckets: OrderedDict[BlockHash, list[tuple[array[int], list[BlockHash]]]] = OrderedDict()
 
     def hashes(self, root: BlockHash, token_ids: "array[int]") -> list[BlockHash]:
@@ -65,7 +66,12 @@ class RecentHashes:
         bucket = [(known, h) for known, h in old if len(h) > len(hashes) or hashes[len(h) - 1] != h[-1]]
         bucket = [(kept, list(hashes)), *bucket][:_BUCKET_SIZE]
         self._buckets[key] = bucket
-        self._num_tokens += sum(len(t) for t, _ in bucket) - sum(len(t) for t, _ in old)
-        while self._num_tokens > self._max_tokens and len(self._buckets) > 1:
+        self._num_bytes += _num_bytes(bucket) - _num_bytes(old)
+        while self._num_bytes > self._max_bytes and len(self._buckets) > 1:
             _, evicted = self._buckets.popitem(last=False)
-            self._num_tokens -= sum(len(t) for t, _ in evicted)
+            self._num_bytes -= _num_bytes(evicted)
+
+
+def _num_bytes(bucket: list[tuple["array[int]", list[BlockHash]]]) -> int:
+    """Bytes of the tokens, and of the digests with their object headers and list slots."""
+    return sum(token_ids.itemsize * len(token_ids) + _DIGEST_BYTES * len(hashes) for token_ids, hashes in bucket)
