@@ -15,6 +15,9 @@ from dalsegno.ops.tiles import TileGrid
 
 __all__ = ["selective_scan"]
 
+# States of a decode step that are worked on together; what fits the processor's cache is read and written once.
+_CACHED_BYTES = 2 << 20
+
 
 @dataclass(slots=True)
 class _Inputs:
@@ -27,6 +30,9 @@ class _Inputs:
 
     def take(self, tokens: Tensor) -> "_Inputs":
         return _Inputs(*(x.index_select(0, tokens) for x in (self.added, self.log_decay, self.key, self.query)))
+
+    def part(self, begin: int, end: int) -> "_Inputs":
+        return _Inputs(*(x[begin:end] for x in (self.added, self.log_decay, self.key, self.query)))
 
 
 def selective_scan(
@@ -58,21 +64,44 @@ def selective_scan(
     Returns:
         `[T, heads, head_dim]`, dtype of `value`.
     """
+    step, wide = step.float(), value.float()
+    inputs = _Inputs(wide * step[..., None], step * rate.float(), key.float(), query.float())
+    if cache.batch.tiles is None and cache.batch.rows_are_apart:
+        out = _decode(inputs, cache, part)
+    else:
+        out = _at_once(inputs, cache, part)
+    return out.addcmul_(wide, skip.float()[:, None]).to(value.dtype)
+
+
+def _decode(inputs: _Inputs, cache: StateLayerCache, part: str) -> Tensor:
+    """Run one token of each request, a few requests at a time, so that a state is still in the cache when written."""
+    batch, rows, strides = cache.batch, cache.view.rows[part], cache.view.strides[part]
+    shape = cache.view.parts[part].shape[2:]
+    count = max(1, _CACHED_BYTES // (4 * rows.shape[1]))
+    read, write = batch.read_rows(strides).split(count), batch.write_rows(strides).split(count)
+    out = []
+    for first, source, target in zip(range(0, batch.num_requests, count), read, write, strict=True):
+        states = rows.index_select(0, source).float().view(-1, *shape)
+        out.append(_single_step(inputs.part(first, first + count), states))
+        rows[target] = states.flatten(1).to(rows.dtype)
+    return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _at_once(inputs: _Inputs, cache: StateLayerCache, part: str) -> Tensor:
+    """Run any step: read all states, then write all."""
     batch, rows, strides = cache.batch, cache.view.rows[part], cache.view.strides[part]
     shape = cache.view.parts[part].shape[2:]
     num_requests, num_exports = batch.num_requests, len(batch.exports)
     states = rows.new_empty((num_requests + num_exports, *shape), dtype=torch.float32)
     running, exported = states[:num_requests], states[num_requests:]
     running.copy_(rows.index_select(0, batch.read_rows(strides)).view(running.shape))
-    step, wide = step.float(), value.float()
-    inputs = _Inputs(wide * step[..., None], step * rate.float(), key.float(), query.float())
     if batch.tiles is None:
         out = _single_step(inputs, running)
         exported.copy_(running.index_select(0, batch.single_export_rows))
     else:
         out = _mixed(inputs, cache, running, exported)
     rows[batch.write_rows(strides)] = states.flatten(1).to(rows.dtype)
-    return out.addcmul_(wide, skip.float()[:, None]).to(value.dtype)
+    return out
 
 
 def _mixed(inputs: _Inputs, cache: StateLayerCache, running: Tensor, exported: Tensor) -> Tensor:

@@ -64,6 +64,7 @@ class StateBatch:
     device: torch.device
     _rows: dict[tuple[str, RowStrides], Tensor] = field(default_factory=dict, repr=False)
     _places: dict[int, WindowPlaces] = field(default_factory=dict, repr=False)
+    _rows_are_apart: bool | None = field(default=None, repr=False)
 
     @classmethod
     def build(
@@ -113,6 +114,16 @@ class StateBatch:
     def num_requests(self) -> int:
         """Requests of the step (R)."""
         return len(self.read_blocks)
+
+    @property
+    def rows_are_apart(self) -> bool:
+        """Whether requests may be read and written one after the other: nobody reads what another one writes."""
+        if self._rows_are_apart is None:
+            writer = {block: row for row, block in enumerate(self.write_blocks)}
+            self._rows_are_apart = not self.exports and all(
+                writer.get(block, row) == row for row, block in enumerate(self.read_blocks)
+            )
+        return self._rows_are_apart
 
     def read_rows(self, strides: RowStrides) -> Tensor:
         """Return `[R]` int64: the row of each request's read block."""
