@@ -43,6 +43,8 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
         key_multiplier=fields.number("key_multiplier", 1.0),
         output_multiplier=fields.number("attention_out_multiplier", 1.0),
     )
+    if not fields.flag("mamba_use_mlp", True):
+        raise fields.error("mamba_use_mlp", False, "true")
     mamba = _read_mamba(fields, decoder)
     size, bias = fields.integer("intermediate_size", 14336), fields.flag("mlp_bias", False)
     gate, down = fields.numbers("mlp_multipliers", 2)

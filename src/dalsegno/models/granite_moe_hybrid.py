@@ -85,6 +85,7 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
 
 
 def _read_decoder(fields: ConfigFields, head_dim: int) -> DecoderConfig:
+    fields.choice("normalization_function", ("rmsnorm",), "rmsnorm")
     rotary = fields.choice("position_embedding_type", ("rope", "nope"), "nope") == "rope"
     return replace(
         read_decoder_config(fields, RMSNorm, read_rope_config(fields, head_dim) if rotary else None),

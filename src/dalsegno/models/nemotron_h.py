@@ -52,7 +52,12 @@ def build(fields: ConfigFields, dtype: torch.dtype) -> CausalLM:
     )
     attention = AttentionConfig(decoder.hidden_size, num_heads, num_kv_heads, head_dim)
     mamba = _read_mamba(fields, decoder)
-    layers = [_layer(kind, fields, decoder, attention, mamba, dtype) for kind in _layer_types(fields)]
+    kinds = _layer_types(fields)
+    if fields.integer("num_hidden_layers", len(kinds)) != len(kinds):
+        raise fields.error(
+            "num_hidden_layers", fields.values["num_hidden_layers"], f"{len(kinds)}, as many as are listed"
+        )
+    layers = [_layer(kind, fields, decoder, attention, mamba, dtype) for kind in kinds]
     return NemotronH(decoder, layers, dtype)
 
 
@@ -104,6 +109,7 @@ def _read_mamba(fields: ConfigFields, decoder: DecoderConfig) -> Mamba2Config:
         conv_bias=fields.flag(name("use_conv_bias", "mamba_conv_bias"), True),
         in_bias=bias,
         out_bias=bias,
+        # In prefill and decode alike: an answer must not depend on how a prompt is split.
         step_limit=(fields.number(name("time_step_min", "mamba_dt_min"), 0.001), float("inf")),
     )
 
