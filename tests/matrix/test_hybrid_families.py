@@ -14,7 +14,16 @@ FEW = [
     Cell(block_size=64, budget=64, pool="need"),
     Cell(caching=False, budget=64, preempt_every=3),
 ]
-FAMILIES = ("granite-hybrid", "qwen3-5", "bamba", "falcon-h1", "nemotron-h", "lfm2")
+FAMILIES = (
+    "granite-hybrid",
+    "granite-hybrid-moe",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "bamba",
+    "falcon-h1",
+    "nemotron-h",
+    "lfm2",
+)
 
 
 @pytest.mark.parametrize("cell", pairwise() if LONG else FEW, ids=str)
