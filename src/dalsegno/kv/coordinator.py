@@ -60,7 +60,7 @@ class Coordinator:
         """
         self.pool.packs = packed
         self._pin_hit(computed)
-        needs, room = self._admission_needs(computed.boundary, new_tokens, room_for_tokens)
+        needs, room = self._admission_needs(computed, new_tokens, room_for_tokens)
         taken = self.pool.allocate(needs, _last_blocks(computed.tables)) if self.pool.fits(room) else None
         blocks = None
         if taken is not None:
@@ -135,14 +135,18 @@ class Coordinator:
     def _none(self) -> list[int]:
         return [0] * len(self.layout.groups)
 
-    def _admission_needs(self, boundary: int, new_tokens: int, room_for_tokens: int) -> tuple[list[int], list[int]]:
-        """Blocks per group for the next tokens, and those that must find room in all."""
+    def _admission_needs(
+        self, computed: ComputedBlocks, new_tokens: int, room_for_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """Blocks per group for the next tokens, and those that must find room in all, beside the hit's."""
         needs, room = self._none(), self._none()
         for group in self.paged:
-            group_id, shared = group.spec.group_id, boundary // group.spec.block_size
-            needs[group_id] = group.num_blocks(boundary + new_tokens) - shared
+            group_id, shared = group.spec.group_id, computed.boundary // group.spec.block_size
+            needs[group_id] = group.num_blocks(computed.boundary + new_tokens) - shared
             later = group.num_blocks(room_for_tokens) - shared
-            room[group_id] = max(needs[group_id], min(later, group.peak_blocks(room_for_tokens, self._max_step_tokens)))
+            held = sum(block != NULL_BLOCK for block in computed.tables[group_id][:shared])
+            peak = group.peak_blocks(room_for_tokens, self._max_step_tokens) - held
+            room[group_id] = max(needs[group_id], min(later, peak))
         if self.state is not None:
             needs[self.state.group_id] = room[self.state.group_id] = 1
         return needs, room
