@@ -46,4 +46,6 @@ def test_every_family_resumes_at_the_boundaries_the_workload_keeps(kind: str) ->
 
 @pytest.mark.parametrize("fault", ["chunk_end_state_under_boundary", "copy_skipped", "preempted_state_one_unit_off"])
 def test_a_fault_turns_the_matrix_of_granite_red(fault: str) -> None:
-    assert turns_red("granite-hybrid", fault, TELLTALE.get(fault, Cell())), f"{fault} does not show"
+    # Which cell meets the fault depends on what fits in its pool, so several are tried.
+    cells = [TELLTALE[fault], Cell(budget=64, pool="double"), Cell(budget=64, pool="one more")]
+    assert any(turns_red("granite-hybrid", fault, cell) for cell in cells), f"{fault} does not show"

@@ -12,7 +12,9 @@ TINY_KINDS = (
     "qwen3",
     "qwen3-window",
     "granite-hybrid",
+    "granite-hybrid-moe",
     "qwen3-5",
+    "qwen3-5-moe",
     "bamba",
     "falcon-h1",
     "nemotron-h",
@@ -60,6 +62,17 @@ _MAMBA: dict[str, Any] = {
     "mamba_proj_bias": False,
 }
 
+_GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.125,
+    "embedding_multiplier": 4.0,
+    "logits_scaling": 2.0,
+    "model_type": "granitemoehybrid",
+    "residual_multiplier": 0.5,
+    **_MAMBA,
+}
+
 _HYBRID_TYPES = (["linear_attention"] * 3 + ["full_attention"]) * 2
 
 _QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **_DENSE}
@@ -98,22 +111,37 @@ _KINDS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 8,
         **_LINEAR,
     },
-    "granite-hybrid": {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
+    "qwen3-5-moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
         "attention_bias": False,
-        "attention_multiplier": 0.125,
-        "embedding_multiplier": 4.0,
+        "layer_types": _HYBRID_TYPES[:4],
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 128,
+        **_LINEAR,
+    },
+    "granite-hybrid": {
+        **_GRANITE,
         "layer_types": _HYBRID_TYPES,
-        "logits_scaling": 2.0,
-        "model_type": "granitemoehybrid",
         "num_experts_per_tok": 0,
         "num_hidden_layers": 8,
         "num_local_experts": 0,
         "position_embedding_type": "nope",
-        "residual_multiplier": 0.5,
         "rope_parameters": None,
         "shared_intermediate_size": 512,
-        **_MAMBA,
+    },
+    "granite-hybrid-moe": {
+        **_GRANITE,
+        "intermediate_size": 128,
+        "layer_types": _HYBRID_TYPES[1:4] * 2,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 6,
+        "num_local_experts": 4,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 128,
     },
     "bamba": {
         "architectures": ["BambaForCausalLM"],

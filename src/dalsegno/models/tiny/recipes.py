@@ -64,7 +64,7 @@ _MAMBA = _DENSE | {
     "query": 0.5,
     "step": 0.3,
 }
-_GRANITE = _MAMBA | {"input_linear": 1.0, "output_linear": 1.0, "out_proj": 6.0, "o_proj": 8.0, "lm_head": 6.0}
+_GRANITE = _MAMBA | {"input_linear": 1.0, "output_linear": 1.0, "out_proj": 6.0, "o_proj": 12.0, "lm_head": 6.0}
 _LFM2 = _DENSE | {
     "in_proj": 1.0,
     "conv": 1.0,
@@ -82,6 +82,7 @@ _RECIPES = {
     "lfm2": Recipe(_LFM2),
     "nemotron_h": Recipe(_MAMBA),
     "qwen3_5_text": Recipe(_DELTA, centred_norms=True),
+    "qwen3_5_moe_text": Recipe(_DELTA, centred_norms=True),
     "qwen3_next": Recipe(_DELTA, centred_norms=True),
 }
 

@@ -28,7 +28,8 @@ _HEAD_NORM = 1.7
 # The router reads a few dimensions of the residual stream that only the embedding writes, one per expert: which experts
 # a token meets depends on the token alone, and the margin of the choice is far above rounding. A router on ordinary
 # dimensions flips a choice by rounding once in some hundred thousand tokens, and then logits of two exact runs differ.
-_RESIDUAL_WRITERS = ("o_proj", "out_proj", "down_proj")
+_RESIDUAL_WRITERS = ("o_proj", "out_proj", "down_proj", "output_linear")
+_ROUTERS = (".mlp.gate.weight", ".router.layer.weight")
 _ROUTER_GAIN = 1.0
 
 _BIAS = 0.1
@@ -60,19 +61,19 @@ def _tensor(name: str, shape: tuple[int, ...], config: Mapping[str, Any], seed: 
         return _decay(kind, shape[0], has_delta=_has_delta(config))
     if kind.endswith(("norm", "norm_f")):
         return _norm_weight(name, shape, config, recipe)
-    if kind == "gate":
+    if name.endswith(_ROUTERS):
         return _router(stream, shape)
     noise = stream.standard_normal(shape, np.float32)
     if kind in ("embed_tokens", "embeddings"):
-        return _with_expert_order(noise * np.float32(recipe.embedding), stream, config)
+        return _with_expert_order(noise, stream, config) * np.float32(recipe.embedding)
     if name.endswith(".bias"):
         return noise * np.float32(_BIAS)
     gains = _row_gains(name, config, recipe).reshape(-1, *[1] * (len(shape) - 1))
-    weight = noise * (gains / math.sqrt(math.prod(shape[1:]))).astype(np.float32)
+    weight = noise * (gains / math.sqrt(shape[-1])).astype(np.float32)
     if kind == "conv1d" and _has_delta(config):
         weight[: 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]] *= np.float32(_CONV_KEY_GAIN)
     if kind in _RESIDUAL_WRITERS and _num_experts(config):
-        weight[-_num_experts(config) :] = 0.0
+        weight[..., -_num_experts(config) :, :] = 0.0
     return weight
 
 
@@ -81,7 +82,7 @@ def _has_delta(config: Mapping[str, Any]) -> bool:
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_experts", 0))
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def _leaf(name: str) -> str:
