@@ -7,12 +7,13 @@ import pytest
 from dalsegno.config import CacheConfig
 from dalsegno.testing.builders import make_core, make_layout, make_request, run_all
 from dalsegno.testing.fake_worker import FakeWorker, expected_tokens
+from tests.conftest import LONG
 from tests.sweep.oracle import HitOracle
 
 UNIT = 16
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(20 if LONG else 1))
 @pytest.mark.parametrize("interval", [0, UNIT, 3 * UNIT])
 @pytest.mark.parametrize("budget", [7, 24, 1000])
 @pytest.mark.parametrize(("kinds", "units_per_block"), [("as", 1), ("as", 4), ("aas", 64), ("a", 2)])
