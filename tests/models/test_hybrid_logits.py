@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dalsegno.errors import CheckpointError
-from dalsegno.models.registry import load_model
+from dalsegno.models.checkpoint import read_end_token_ids
+from dalsegno.models.registry import load_model, read_dtype
 from tests.models.broken import edit_tensors
 from tests.models.hugging_face import reference_logits, write_multimodal_checkpoint, write_random_checkpoint
 from tests.models.logits import assert_close, check_logits, random_prompts, run_whole
@@ -99,6 +100,14 @@ def test_the_text_part_of_a_multimodal_checkpoint_matches_transformers(
     with caplog.at_level("INFO", "dalsegno"):
         check_logits(tmp_path, lengths=(3, 40), most=20)
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["model.visual.*"]
+
+
+def test_dtype_and_end_tokens_may_stand_in_the_text_config(tmp_path: Path) -> None:
+    text = {"dtype": "bfloat16", "eos_token_id": 7}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
+    assert (read_dtype(tmp_path), read_end_token_ids(tmp_path)) == (torch.bfloat16, {7})
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "dtype": "float16", "eos_token_id": [8]}))
+    assert (read_dtype(tmp_path), read_end_token_ids(tmp_path)) == (torch.float16, {8})
 
 
 @pytest.mark.parametrize("family", ["qwen3-5-moe", "qwen3-next"])

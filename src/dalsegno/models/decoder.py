@@ -6,6 +6,7 @@ number their caches in order: cache i of a model is what its i-th mixer keeps, `
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol, cast
 
 import torch
@@ -169,7 +170,7 @@ class Decoder(CausalLM):
         self.rotary = RotaryEmbedding(config.rope, dtype) if config.rope else None
         self.final_norm = config.norm(config.hidden_size, config.norm_eps, dtype)
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, dtype)
-        ends = torch.tensor([len(layer.mixers) for layer in layers], device="cpu").cumsum(0).tolist()
+        ends = list(accumulate(len(layer.mixers) for layer in layers))
         self._cache_spans = list(zip([0, *ends], ends, strict=False))
 
     @property
