@@ -105,9 +105,9 @@ def test_the_text_part_of_a_multimodal_checkpoint_matches_transformers(
 def test_dtype_and_end_tokens_may_stand_in_the_text_config(tmp_path: Path) -> None:
     text = {"dtype": "bfloat16", "eos_token_id": 7}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text}))
-    assert (read_dtype(tmp_path), read_end_token_ids(tmp_path)) == (torch.bfloat16, {7})
+    assert (read_dtype(tmp_path), read_end_token_ids(tmp_path)) == (torch.bfloat16, frozenset({7}))
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "dtype": "float16", "eos_token_id": [8]}))
-    assert (read_dtype(tmp_path), read_end_token_ids(tmp_path)) == (torch.float16, {8})
+    assert (read_dtype(tmp_path), read_end_token_ids(tmp_path)) == (torch.float16, frozenset({8}))
 
 
 @pytest.mark.parametrize("family", ["qwen3-5-moe", "qwen3-next"])
