@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dalsegno.errors import OptionError
@@ -17,18 +17,13 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "extra_args": (None, {}),
     "flat_logprobs": (False,),
-    "frequency_penalty": (0,),
     "guided_decoding": (None,),
     "include_stop_str_in_output": (False,),
-    "logit_bias": (None,),
     "logits_processors": (None, []),
     "logprob_token_ids": (None,),
     "logprobs": (None,),
-    "min_p": (0,),
-    "presence_penalty": (0,),
     "prompt_logprobs": (None,),
     "repetition_detection": (None,),
-    "repetition_penalty": (1,),
     "skip_reading_prefix_cache": (None, False),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -36,6 +31,8 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
 }
+
+_MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, init=False)
@@ -47,6 +44,12 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_p: keep the smallest set of tokens whose probabilities add up to this, in (0, 1].
         top_k: keep this many tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this share as likely as the likeliest, in [0, 1]; 0 keeps all.
+        presence_penalty: taken off the logit of every token the answer has so far, in [-2, 2].
+        frequency_penalty: taken off once for each time the answer has it, in [-2, 2].
+        repetition_penalty: divides a positive logit, and multiplies another, of every token that prompt or answer
+            have, greater than 0; 1 changes nothing.
+        logit_bias: token id -> added to its logit, cut to [-100, 100]; None or {} adds nothing.
         seed: fixes the random streams of this request; None takes the engine's.
         stop: strings that end the answer; the string itself is not part of the text.
         stop_token_ids: ids that end the answer, besides the model's end tokens.
@@ -62,6 +65,11 @@ class SamplingParams:
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float] | None = field(hash=False)
     seed: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -76,6 +84,11 @@ class SamplingParams:
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | Mapping[str, float] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
@@ -90,6 +103,11 @@ class SamplingParams:
             "temperature": _number("temperature", temperature, 0.0, None),
             "top_p": _number("top_p", top_p, 0.0, 1.0, open_minimum=True),
             "top_k": max(0, check_integer("top_k", top_k, -1)),
+            "min_p": _number("min_p", min_p, 0.0, 1.0),
+            "presence_penalty": _number("presence_penalty", presence_penalty, -2.0, 2.0),
+            "frequency_penalty": _number("frequency_penalty", frequency_penalty, -2.0, 2.0),
+            "repetition_penalty": _number("repetition_penalty", repetition_penalty, 0.0, None, open_minimum=True),
+            "logit_bias": _logit_bias(logit_bias),
             "seed": None if seed is None else check_integer("seed", seed, -(2**63), 2**63 - 1),
             "stop": _stop_strings(stop),
             "stop_token_ids": _stop_token_ids(stop_token_ids),
@@ -99,6 +117,11 @@ class SamplingParams:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on which tokens there were before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 def _number(name: str, value: Any, minimum: float, maximum: float | None, *, open_minimum: bool = False) -> float:
@@ -129,6 +152,23 @@ def _stop_token_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
     if given is None:
         raise OptionError(f"stop_token_ids must be a list of token ids, got {ids!r}")
     return tuple(check_integer("stop_token_ids", token_id, 0) for token_id in given)
+
+
+def _logit_bias(bias: Mapping[int, float] | Mapping[str, float] | None) -> dict[int, float] | None:
+    """Biases by id; ids may be strings of digits, as in JSON."""
+    if bias is None:
+        return None
+    allowed = "a dict of token ids to numbers"
+    if not isinstance(bias, Mapping):
+        raise OptionError(f"logit_bias must be {allowed}, got {bias!r}")
+    found: dict[int, float] = {}
+    for key, value in bias.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0 or not is_number:
+            raise OptionError(f"logit_bias must be {allowed}, got {key!r}: {value!r}")
+        found[token_id] = min(_MAX_BIAS, max(-_MAX_BIAS, float(value)))
+    return found or None
 
 
 def _items(given: Any) -> tuple[Any, ...] | None:

@@ -103,7 +103,8 @@ class SampleSpec:
 
     Random streams are keyed by (seed, sample index, position), so neither batching nor preemption changes them.
     `position` is the position the sampled token will have. `forbidden_token_ids` get probability zero (end tokens
-    before `min_tokens`).
+    before `min_tokens`). `known_token_ids`, the prompt's `num_prompt_tokens` and the answer's, are set for a request
+    with penalties only: its own array, to be read during the step, never kept or changed.
     """
 
     params: SamplingParams
@@ -111,6 +112,8 @@ class SampleSpec:
     sample_indices: tuple[int, ...]
     position: int
     forbidden_token_ids: tuple[int, ...] = ()
+    known_token_ids: "array[int] | None" = None
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

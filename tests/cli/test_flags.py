@@ -102,3 +102,15 @@ def test_foreign_flags_are_not_in_the_help() -> None:
 def test_sampling_flags_are_the_sampling_parameters() -> None:
     # The engine's --seed fixes everything a command samples.
     assert SAMPLING_FLAGS.keys() == {field.name for field in dataclasses.fields(SamplingParams)} - {"seed"}
+
+
+def test_biases_are_written_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+    seen: list[SamplingParams] = []
+    engines.before_step = lambda plan: seen.extend(part.sample.params for part in plan.requests if part.sample)
+    command = ["generate", "m", "-p", "fox", "--max-tokens", "1", "--min-p", "0.25", "--logit-bias"]
+    assert run(*command, '{"5": 1.5, "7": -200}').exit_code == 0
+    assert [(params.logit_bias, params.min_p) for params in seen] == [({5: 1.5, 7: -100.0}, 0.25)]
+    result = run(*command, "5=1.5")
+    assert result.exit_code == 2
+    assert "logit_bias must be a dict" in result.stderr

@@ -21,12 +21,13 @@ def _spec(
     *,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
     indices: tuple[int, ...] = (0,),
     position: int = 5,
     forbidden: tuple[int, ...] = (),
 ) -> SampleSpec:
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     return SampleSpec(params, seed, indices, position, forbidden)
 
 
@@ -79,6 +80,20 @@ def test_top_p_counts_the_tokens_that_top_k_left() -> None:
     assert set(_drawn(logits, top_p=0.5)) == {0, 1}
 
 
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.45, {0, 1, 2}), (0.6, {0, 1}), (1.0, {0})])
+def test_min_p_drops_what_is_too_far_from_the_likeliest(min_p: float, kept: set[int]) -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert set(_drawn(logits, min_p=min_p)) == kept
+    # The temperature comes first: squared, the shares are 1, 9/16, 1/4 and 1/16.
+    assert set(_drawn(logits, min_p=0.45, temperature=0.5)) == {0, 1}
+
+
+def test_top_p_counts_the_tokens_that_min_p_left() -> None:
+    # Of 0.4, 0.3, 0.2, 0.1 two are left: the first alone has 4/7 of them, and 0.4 of all four.
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert set(_drawn(logits, min_p=0.6, top_p=0.5)) == {0}
+
+
 def test_forbidden_tokens_never_come() -> None:
     assert set(_drawn(LOGITS, forbidden=(1, 3, 99))) == {0, 2, 5, 6, 7}  # type: ignore[arg-type]
 
@@ -102,6 +117,7 @@ def test_a_row_is_sampled_alike_in_any_batch() -> None:
             rng.choice([0.0, 0.3, 1.0, 3.0]),
             top_k=rng.choice([0, 1, 5, 50]),
             top_p=rng.choice([1.0, 0.9, 0.2]),
+            min_p=rng.choice([0.0, 0.0, 0.3]),
             seed=rng.randrange(-(2**63), 2**63),
             indices=tuple(range(rng.randint(1, 3))),
             position=rng.randrange(1000),

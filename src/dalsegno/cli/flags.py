@@ -22,6 +22,11 @@ SAMPLING_FLAGS: dict[str, tuple[Any, str]] = {
     "temperature": (float, "0 always takes the likeliest token."),
     "top_p": (float, "Sample from the smallest set of tokens with this probability."),
     "top_k": (int, "Sample from this many likeliest tokens; 0 is all."),
+    "min_p": (float, "Drop tokens less likely than this share of the likeliest."),
+    "presence_penalty": (float, "Makes tokens that were in the answer less likely; -2 to 2."),
+    "frequency_penalty": (float, "The same, for each time they were; -2 to 2."),
+    "repetition_penalty": (float, "Makes tokens of prompt and answer less likely when above 1."),
+    "logit_bias": (dict, "Token ids and what to add to their logits, as JSON."),
     "stop": (list[str], "Text that ends the answer; may be given several times."),
     "stop_token_ids": (list[int], "Token id that ends the answer; may be given several times."),
     "ignore_eos": (bool, "Go on after the model's end token."),
@@ -30,7 +35,7 @@ SAMPLING_FLAGS: dict[str, tuple[Any, str]] = {
 }
 """Flag name -> type and help of each sampling parameter; the seed is the engine's."""
 
-_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", list[int]: "INTEGER", list[str]: "TEXT"}
+_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", list[int]: "INTEGER", list[str]: "TEXT", dict: "JSON"}
 
 
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,13 +54,15 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 def with_sampling_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the sampling parameters as flags; it receives those that were given as `sampling_options`."""
     flags = [_flag(name, kind, text) for name, (kind, text) in SAMPLING_FLAGS.items()]
-    return _extended(command, "sampling_options", flags, lambda given: {k: v for k, v in given.items() if v != []})
+    return _extended(command, "sampling_options", flags, _parse_sampling)
 
 
 def _flag(name: str, kind: Any, text: str, *, hidden: bool = False) -> Parameter:
     dashed = "--" + name.replace("_", "-")
     names = f"{dashed}/--no-{dashed[2:]}" if kind is bool else dashed
     option = typer.Option(names, help=text, hidden=hidden, show_default=False, metavar=_METAVARS.get(kind))
+    # What is written in JSON comes as text.
+    kind = str if kind is dict else kind
     # None stands for "not given", so that what is given can be told from what is default.
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
@@ -73,6 +80,15 @@ def _shown(default: Any) -> str:
 def _parse_foreign(given: Mapping[str, Any]) -> dict[str, Any]:
     """Read the values of foreign flags, which come as text, the way they are written in Python."""
     return {name: _literal(value) if name in FOREIGN_OFF_VALUES else value for name, value in given.items()}
+
+
+def _parse_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out lists that were not given, and read what is written in JSON."""
+    return {
+        name: _literal(value) if SAMPLING_FLAGS[name][0] is dict else value
+        for name, value in given.items()
+        if value != []
+    }
 
 
 def _literal(value: Any) -> Any:

@@ -148,11 +148,12 @@ class FrontEnd:
         """Raise `RequestError` if this engine cannot sample as asked."""
         if params.stop and self._tokenizer is None:
             raise RequestError(f"{where}: stop strings need a tokenizer, and this engine has none; use stop_token_ids")
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise RequestError(
-                    f"{where}: stop_token_ids must be below the vocabulary's size of {self._vocab_size}, got {token_id}"
-                )
+        for name, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token_id in token_ids:
+                if token_id >= self._vocab_size:
+                    raise RequestError(
+                        f"{where}: {name} must be below the vocabulary's size of {self._vocab_size}, got {token_id}"
+                    )
 
     def submit(self, batch: Sequence[tuple[Prompt, SamplingParams]]) -> list[Answer]:
         """Queue checked prompts; either all of them are queued or none.

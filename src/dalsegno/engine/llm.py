@@ -145,8 +145,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what is used where no parameters are given.
 
-        As in vLLM: temperature, top_p, top_k and max_new_tokens of the checkpoint's generation_config.json, and the
-        defaults of `SamplingParams` for everything else.
+        As in vLLM: temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the checkpoint's
+        generation_config.json, and the defaults of `SamplingParams` for everything else.
         """
         return SamplingParams(**self.default_sampling_options)
 

@@ -4,7 +4,6 @@ As in vLLM: temperature, top_p, top_k and max_new_tokens (as max_tokens) are tak
 else keeps the default of `SamplingParams`.
 """
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,16 +12,18 @@ from dalsegno.sampling_params import SamplingParams
 
 __all__ = ["sampling_defaults"]
 
-_log = logging.getLogger(__name__)
-
-_TAKEN = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
-_NOT_SUPPORTED = {"repetition_penalty": 1, "min_p": 0}
+_TAKEN = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments of `SamplingParams` from a generation_config.json.
-
-    Values we cannot follow are logged as a warning that names them.
 
     Raises:
         CheckpointError: a value is out of range.
@@ -32,8 +33,4 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
         SamplingParams(**found)
     except OptionError as error:
         raise CheckpointError(f"generation_config.json: {error}") from error
-    for name, neutral in _NOT_SUPPORTED.items():
-        value = generation_config.get(name)
-        if value is not None and value != neutral:
-            _log.warning("generation_config.json asks for %s=%s, which is not supported and left out", name, value)
     return found

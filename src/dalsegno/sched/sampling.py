@@ -18,6 +18,8 @@ def sample_spec(request: Request) -> SampleSpec:
         sample_indices=(request.sample_index, *(sibling.sample_index for sibling in request.siblings)),
         position=request.num_tokens,
         forbidden_token_ids=tuple(sorted(forbidden)),
+        known_token_ids=request.token_ids if params.has_penalties else None,
+        num_prompt_tokens=request.num_prompt_tokens,
     )
 
 

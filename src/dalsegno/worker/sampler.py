@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dalsegno.errors import EngineError
 from dalsegno.types import SampleSpec
+from dalsegno.worker.logit_rules import apply_logit_rules
 
 __all__ = ["sample_tokens", "uniform"]
 
@@ -31,7 +32,7 @@ def sample_tokens(logits: Tensor, specs: Sequence[SampleSpec]) -> list[list[int]
     Raises:
         EngineError: a row has a NaN, or no token that is allowed.
     """
-    logits = _forbid(logits, specs)
+    logits = apply_logit_rules(logits, specs)
     best, greedy = logits.max(dim=-1)
     if not bool(best.isfinite().all()):
         rows = [i for i, finite in enumerate(best.isfinite().tolist()) if not finite]
@@ -52,21 +53,15 @@ def uniform(seed: int, sample_index: int, position: int) -> float:
     return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
 
 
-def _forbid(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Return logits with the forbidden tokens at minus infinity."""
-    vocab_size = logits.shape[1]
-    pairs = [(i, token) for i, spec in enumerate(specs) for token in spec.forbidden_token_ids if token < vocab_size]
-    if not pairs:
-        return logits
-    rows, tokens = torch.tensor(pairs, device=logits.device).unbind(1)
-    return logits.index_put((rows, tokens), logits.new_tensor(-torch.inf))
-
-
 def _weights(logits: Tensor, best: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
-    """Return `[N, vocab]` float64 weights, not normalized; tokens that top-k and top-p drop have none."""
+    """Return `[N, vocab]` float64 weights, not normalized; tokens that min-p, top-k and top-p drop have none."""
     temperatures = torch.tensor([spec.params.temperature for spec in specs], dtype=torch.float64, device=logits.device)
     # The best token is at 0 before the division, so no temperature overflows.
     weights = (logits.double() - best.double()[:, None]).div_(temperatures[:, None]).exp_()
+    if any(spec.params.min_p for spec in specs):
+        shares = torch.tensor([spec.params.min_p for spec in specs], dtype=torch.float64, device=logits.device)
+        # The best token weighs 1.
+        weights.masked_fill_(weights < shares[:, None], 0.0)
     for i, spec in enumerate(specs):
         if 0 < spec.params.top_k < logits.shape[1]:
             weights[i] *= _top_k(logits[i], spec.params.top_k)
