@@ -9,8 +9,8 @@ it. Two facts every eviction policy must respect are kept up to date here, each 
 A model without state group has only live nodes, one without attention group only reachable ones.
 """
 
-from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dalsegno.kv.layout import GroupSpec
 from dalsegno.types import NULL_BLOCK, BlockHash, GroupKind
@@ -63,6 +63,26 @@ class PrefixIndex:
         """Return the block of `group` published under `block_hash`, or the null block."""
         node = self.nodes.get(block_hash)
         return node.blocks[group] if node is not None else NULL_BLOCK
+
+    def attention_reach(self, hashes: Sequence[BlockHash], limit: int) -> dict[int, int]:
+        """The longest boundary of at most `limit` that the attention group covers, by group; empty without one.
+
+        Reachability only ever ends along a chain, so a bisection over the hashes finds it.
+        """
+        if self._attention is None:
+            return {}
+        nodes = self.nodes
+
+        def ends(block_hash: BlockHash) -> bool:
+            node = nodes.get(block_hash)
+            return node is None or not node.reachable
+
+        return {self._attention: self.unit * bisect_left(hashes, True, hi=limit // self.unit, key=ends)}
+
+    def blocks_at(self, group: int, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of `group` published under hashes that are all known to the index."""
+        nodes = self.nodes
+        return [nodes[block_hash].blocks[group] for block_hash in hashes]
 
     def has_continuation(self, block_hash: BlockHash) -> bool:
         """Whether some chain goes on behind `block_hash` with attention."""

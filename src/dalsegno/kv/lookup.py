@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from dalsegno.hit_report import HitReport, LostReason, lost_tokens
 from dalsegno.kv.index import Node, PrefixIndex
+from dalsegno.kv.layout import GroupSpec
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.prefix.resolve import resolve, window_first_block
 from dalsegno.types import NULL_BLOCK, BlockHash
@@ -40,35 +41,34 @@ class EvictedRing:
 def find_hit(index: PrefixIndex, root: BlockHash, hashes: Sequence[BlockHash], limit: int) -> ComputedBlocks:
     """The longest joint boundary of a chain in the index, at most `limit`, with the blocks that restore it."""
     unit = index.unit
-    nodes = index.nodes
-
-    def block_at(group: int, boundary: int) -> int:
-        node = nodes.get(hashes[boundary // unit - 1])
-        return node.blocks[group] if node is not None else NULL_BLOCK
 
     def contains(group: int, block_index: int, boundary: int) -> bool:
-        return block_at(group, boundary) != NULL_BLOCK
+        return index.find(group, hashes[boundary // unit - 1]) != NULL_BLOCK
 
     limit = min(limit, len(hashes) * unit)
-    resolution = resolve(index.groups, unit, limit, contains)
+    resolution = resolve(index.groups, unit, limit, contains, index.attention_reach(hashes, limit))
     boundary = resolution.boundary
     tables: list[tuple[int, ...]] = []
     state_block = NULL_BLOCK
     for group in index.groups:
-        table: tuple[int, ...] = ()
         if group.is_state:
-            state_block = block_at(group.group_id, boundary) if boundary else NULL_BLOCK
-        elif boundary:
-            size = group.block_size
-            last = -(-boundary // size)
-            first = 0 if group.window is None else window_first_block(boundary, group.window, size)
-            if group.prefix == "none":
-                first = last = boundary // size
-            table = (NULL_BLOCK,) * first + tuple(
-                block_at(group.group_id, min((block + 1) * size, boundary)) for block in range(first, last)
-            )
-        tables.append(table)
+            state_block = index.find(group.group_id, hashes[boundary // unit - 1]) if boundary else NULL_BLOCK
+        tables.append(() if group.is_state or not boundary else _table(index, group, hashes, boundary))
     return ComputedBlocks(boundary, tuple(tables), state_block, root, hashes, resolution.by_group)
+
+
+def _table(index: PrefixIndex, group: GroupSpec, hashes: Sequence[BlockHash], boundary: int) -> tuple[int, ...]:
+    """The blocks of a paged group that restore `boundary`, with null blocks where it needs none."""
+    size = group.block_size
+    full = boundary // size
+    if group.prefix == "none":
+        return (NULL_BLOCK,) * full
+    first = 0 if group.window is None else window_first_block(boundary, group.window, size)
+    units = size // index.unit
+    ends = list(hashes[(first + 1) * units - 1 : full * units : units])
+    if boundary % size:
+        ends.append(hashes[boundary // index.unit - 1])
+    return (*(NULL_BLOCK,) * first, *index.blocks_at(group.group_id, ends))
 
 
 def junction_of(computed: ComputedBlocks, index: PrefixIndex) -> int | None:

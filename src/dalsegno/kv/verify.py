@@ -64,6 +64,10 @@ def _verify_index(manager: "KVCacheManager") -> None:
         live = [c for c in node.children.values() if state is None or c.live_children or c.blocks[state]]
         if state is not None:
             assert node.live_children == len(live), f"{node.live_children} live children are counted, not {len(live)}"
+        for spec in manager.layout.paged_groups:
+            if node.blocks[spec.group_id] and (node.boundary - index.unit) % spec.block_size:
+                assert node.parent is not None, "a root vouches for something"
+                assert node.parent.blocks[spec.group_id], f"inside a block nobody vouches for {node.parent.boundary}"
         above = node.parent is None or node.parent.reachable
         has = node.parent is None or attention is None or node.blocks[attention] != NULL_BLOCK
         assert node.reachable == (above and has), f"node at {node.boundary} claims reachable={node.reachable}"

@@ -9,8 +9,9 @@ What "vouches for" means, per kind of group:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from dalsegno.types import GroupKind
@@ -66,7 +67,13 @@ class Resolution:
     by_group: dict[str, int]
 
 
-def resolve(groups: Sequence[LookupGroup], hash_block_size: int, limit: int, contains: Contains) -> Resolution:
+def resolve(
+    groups: Sequence[LookupGroup],
+    hash_block_size: int,
+    limit: int,
+    contains: Contains,
+    reach: Mapping[int, int] = MappingProxyType({}),
+) -> Resolution:
     """Find the largest multiple of H that is at most `limit` and that every group can restore.
 
     A fixed point over the groups: each may only lower the candidate, so the loop ends, and the result is the largest
@@ -77,19 +84,28 @@ def resolve(groups: Sequence[LookupGroup], hash_block_size: int, limit: int, con
         hash_block_size: H, in tokens.
         limit: largest boundary allowed; at most the known tokens less one.
         contains: the tier's answer, see `Contains`.
+        reach: by index, the longest boundary of an attention group, where the tier knows it without walking: all
+            boundaries below are vouched for too, so `contains` is not asked.
     """
+
+    def longest(index: int, group: LookupGroup, limit: int) -> int:
+        if index in reach:
+            known = min(limit, reach[index])
+            return known - known % step
+        return _longest(index, group, step, limit, contains)
+
     step = hash_block_size
     for group in groups:
         if group.prefix == "block":
             step = math.lcm(step, group.block_size)
     limit = max(0, limit - limit % step)
     taking_part = [(i, group) for i, group in enumerate(groups) if group.prefix != "none"]
-    own = {group.name: _longest(i, group, step, limit, contains) for i, group in taking_part}
+    own = {group.name: longest(i, group, limit) for i, group in taking_part}
     boundary = min(own.values(), default=0)
     while boundary:
         lowered = boundary
         for i, group in taking_part:
-            lowered = _longest(i, group, step, lowered, contains)
+            lowered = longest(i, group, lowered)
         if lowered == boundary:
             break
         boundary = lowered
