@@ -6,7 +6,7 @@ from enum import Enum, auto, unique
 
 from dalsegno.hit_report import HitReport
 from dalsegno.sampling_params import SamplingParams
-from dalsegno.types import BlockHash
+from dalsegno.types import BlockHash, TokenLogprobs
 
 __all__ = ["FinishReason", "Request", "RequestStatus", "RequestUpdate"]
 
@@ -47,6 +47,7 @@ class Request:
         seed: key of the random streams.
         sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
         siblings: on sample 0, the other samples, which start from its prefill.
+        logprobs: a row per sampled token, where the request asks for them.
         num_cached_tokens: prompt tokens not computed at first admission; None before it.
         hit_report: the hit of the first admission.
         prefill_target: tokens known at the last admission; computing up to there is prefill.
@@ -76,6 +77,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     num_cached_tokens: int | None = None
     hit_report: HitReport = field(default_factory=HitReport)

@@ -21,7 +21,6 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "logits_processors": (None, []),
     "logprob_token_ids": (None,),
-    "logprobs": (None,),
     "prompt_logprobs": (None,),
     "repetition_detection": (None,),
     "skip_reading_prefix_cache": (None, False),
@@ -33,6 +32,7 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 _MAX_BIAS = 100.0
+_MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, init=False)
@@ -56,6 +56,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end tokens.
         max_tokens: most tokens to generate; None is up to the model's length.
         min_tokens: no end token before this many.
+        logprobs: report the log-probabilities of this many likeliest tokens, and of the sampled one, from the model's
+            own logits; at most 20, 0 reports the sampled one only, None nothing.
 
     Raises:
         OptionError: an option is out of range, unknown, or one we do not support.
@@ -76,6 +78,7 @@ class SamplingParams:
     ignore_eos: bool
     max_tokens: int | None
     min_tokens: int
+    logprobs: int | None
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class SamplingParams:
         ignore_eos: bool = False,
         max_tokens: int | None = 16,
         min_tokens: int = 0,
+        logprobs: int | None = None,
         **foreign: Any,
     ) -> None:
         check_foreign_options(foreign, _OFF_VALUES, [f.name for f in fields(self)], "SamplingParams")
@@ -114,6 +118,7 @@ class SamplingParams:
             "ignore_eos": _flag("ignore_eos", ignore_eos),
             "max_tokens": None if max_tokens is None else check_integer("max_tokens", max_tokens, 1),
             "min_tokens": check_integer("min_tokens", min_tokens, 0, max_tokens),
+            "logprobs": None if logprobs is None else check_integer("logprobs", logprobs, 0, _MAX_LOGPROBS),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -26,6 +26,7 @@ __all__ = [
     "StateStep",
     "StepPlan",
     "StepResult",
+    "TokenLogprobs",
 ]
 
 BlockHash = NewType("BlockHash", bytes)
@@ -153,10 +154,27 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities at one position: of the token that is there, then of the likeliest ones.
+
+    The likeliest come best first and may hold the token itself once more. `rank` is how many tokens are at least as
+    likely as it, itself included.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the worker answers: sampled ids per request (one per asked sample), and the tokens it really computed."""
+    """What the worker answers: sampled ids per request (one per asked sample), and the tokens it really computed.
+
+    `logprobs` has a row per sampled id of the requests that ask for them, from the logits before any sampling rule.
+    """
 
     sampled: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     num_computed: dict[str, int] = field(default_factory=dict)
 
 

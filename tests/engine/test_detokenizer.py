@@ -88,6 +88,9 @@ def test_the_window_of_a_long_broken_run_stays_short() -> None:
         def is_special(self, token_id: int) -> bool:
             return token_id < 0
 
+        def token_text(self, token_id: int) -> str:
+            return self.decode([token_id])
+
     counting = Counting()
     detokenizer = Detokenizer(counting)
     detokenizer.push([0xC3] * 500)
@@ -124,6 +127,9 @@ class Letters:
 
     def is_special(self, token_id: int) -> bool:
         return token_id == 0
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
 
 
 class Pairs(Letters):

@@ -50,6 +50,9 @@ from dalsegno.sampling_params import SamplingParams
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 17),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
     ],
 )
 def test_a_bad_value_is_refused_with_the_name_of_the_parameter(name: str, bad: Any) -> None:
@@ -73,13 +76,12 @@ def test_biases_are_cut_and_may_come_from_json() -> None:
 
 def test_a_parameter_of_vllm_is_accepted_where_it_asks_for_nothing_and_refused_by_name_otherwise() -> None:
     off: dict[str, Any] = {
-        "logprobs": None,
         "prompt_logprobs": None,
         "extra_args": None,
         "bad_words": [],
     }
     assert SamplingParams(**off) == SamplingParams()
-    asking: dict[str, Any] = {"logprobs": 5, "prompt_logprobs": 1, "extra_args": {"a": 1}, "detokenize": False}
+    asking: dict[str, Any] = {"prompt_logprobs": 1, "flat_logprobs": True, "extra_args": {"a": 1}, "detokenize": False}
     for name, value in asking.items():
         with pytest.raises(OptionError, match=rf"SamplingParams does not support {name}="):
             SamplingParams(**{name: value})

@@ -33,7 +33,7 @@ SAMPLING_FLAGS: dict[str, tuple[Any, str]] = {
     "max_tokens": (int, "Most tokens to generate; default: the checkpoint's, else 256."),
     "min_tokens": (int, "Fewest tokens to generate."),
 }
-"""Flag name -> type and help of each sampling parameter; the seed is the engine's."""
+"""Flag name -> type and help of each sampling parameter; the seed is the engine's, no command prints logprobs."""
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", list[int]: "INTEGER", list[str]: "TEXT", dict: "JSON"}
 

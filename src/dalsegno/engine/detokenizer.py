@@ -25,6 +25,10 @@ class TextDecoder(Protocol):
         """Whether a token has no text."""
         ...
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself, a special one as it is written."""
+        ...
+
 
 class IncrementalDecoder:
     """Decodes a growing list of tokens.

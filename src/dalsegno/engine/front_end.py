@@ -15,7 +15,8 @@ from dalsegno.engine.core import EngineCore, RequestUpdate
 from dalsegno.engine.detokenizer import Detokenizer, TextDecoder
 from dalsegno.engine.inputs import Prompt
 from dalsegno.engine.interrupts import uninterrupted
-from dalsegno.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from dalsegno.engine.logprobs import LogprobReader
+from dalsegno.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from dalsegno.errors import RequestError
 from dalsegno.request import FinishReason, Request
 from dalsegno.sampling_params import SamplingParams
@@ -27,11 +28,13 @@ __all__ = ["Answer", "FrontEnd"]
 class _Sample:
     """One sample of an answer: its request, and the text of what it has sampled."""
 
-    def __init__(self, request: Request, tokenizer: TextDecoder | None) -> None:
+    def __init__(self, request: Request, tokenizer: TextDecoder | None, logprobs: LogprobReader) -> None:
         params = request.params
         self.request = request
         self.detokenizer = Detokenizer(tokenizer, params.stop, params.min_tokens)
         self.finished = False
+        self._reader = logprobs
+        self._logprobs: list[dict[int, Logprob]] = []
 
     def take(self, update: RequestUpdate) -> bool:
         """Take new tokens; return whether a stop string was found in a request that the core has not ended."""
@@ -54,6 +57,8 @@ class _Sample:
         # A stop string may be complete with the very token that ended the request for another reason.
         if reason in ("stop", "length") and self.detokenizer.stop_string is not None:
             reason, stop_reason = "stop", self.detokenizer.stop_string
+        asked = request.params.logprobs is not None
+        self._logprobs += self._reader.read(request.logprobs[len(self._logprobs) :])
         return CompletionOutput(
             index=request.sample_index,
             text=self.detokenizer.text,
@@ -61,16 +66,20 @@ class _Sample:
             finish_reason=reason,
             stop_reason=stop_reason if reason else None,
             error=request.error if reason == "error" else None,
+            cumulative_logprob=sum(row.logprobs[0] for row in request.logprobs) if asked else None,
+            logprobs=list(self._logprobs) if asked else None,
         )
 
 
 class Answer:
     """What has come of one prompt so far."""
 
-    def __init__(self, prompt: Prompt, requests: Sequence[Request], tokenizer: TextDecoder | None) -> None:
+    def __init__(
+        self, prompt: Prompt, requests: Sequence[Request], tokenizer: TextDecoder | None, logprobs: LogprobReader
+    ) -> None:
         self._prompt = prompt
         self._prompt_token_ids = prompt.token_ids.tolist()
-        self.samples = [_Sample(request, tokenizer) for request in requests]
+        self.samples = [_Sample(request, tokenizer, logprobs) for request in requests]
 
     @property
     def finished(self) -> bool:
@@ -133,6 +142,7 @@ class FrontEnd:
         self._core = core
         self._clock = clock
         self._tokenizer = tokenizer
+        self._logprobs = LogprobReader(tokenizer)
         self._vocab_size = vocab_size
         self._end_token_ids = frozenset(end_token_ids)
         self._max_model_len = max_model_len
@@ -249,7 +259,7 @@ class FrontEnd:
         requests = [self._request(prompt, params, number, index) for index in range(params.n)]
         requests[0].siblings = requests[1:]
         self._core.add_request(requests[0])
-        answer = Answer(prompt, requests, self._tokenizer)
+        answer = Answer(prompt, requests, self._tokenizer, self._logprobs)
         self._samples |= {sample.request.request_id: sample for sample in answer.samples}
         return answer
 

@@ -4,7 +4,22 @@ from dataclasses import dataclass
 
 from dalsegno.hit_report import HitReport
 
-__all__ = ["CompletionOutput", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely the model found a token at some position.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: its place among all tokens, 1 for the likeliest.
+        decoded_token: its text alone, None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +33,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", "error", or None while the answer goes on.
         stop_reason: the stop string or the id of `stop_token_ids` that ended the answer; None for an end token.
         error: what failed, where `finish_reason` is "error".
+        cumulative_logprob: sum over the sampled tokens; None unless `logprobs` were asked for.
+        logprobs: per sampled token, by id: itself, then the likeliest; None unless asked for.
     """
 
     index: int
@@ -26,6 +43,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
     @property
     def finished(self) -> bool:

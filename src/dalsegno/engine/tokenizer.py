@@ -79,6 +79,11 @@ class Tokenizer:
         """Whether a token has no text."""
         return token_id in self._special_ids
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself, a special one as it is written."""
+        text: str = self.backend.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def last_cut(self, encoded: EncodedText, num_chars: int) -> int:
         """Return how many tokens there are up to the last cut within the first `num_chars` characters, or 0.
 

@@ -109,7 +109,7 @@ class Scheduler:
                 self.counters["num_prefilled_tokens"] += result.num_computed[part.request_id]
             self.manager.commit(request, len(part.token_ids))
             if part.sample is not None:
-                updates += self._append(request, result.sampled[part.request_id], now)
+                updates += self._append(request, result, now)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, request.num_computed_tokens + 1):
                 del self._suspects[request.request_id]
         return updates
@@ -306,12 +306,17 @@ class Scheduler:
 
     # Ending and going back.
 
-    def _append(self, request: Request, tokens: list[int], now: float) -> list[RequestUpdate]:
+    def _append(self, request: Request, result: StepResult, now: float) -> list[RequestUpdate]:
         """Append sampled tokens, one per sample; the first time, start the other samples of the prompt."""
         siblings, request.siblings = request.siblings, []
         updates = []
-        for sample, token in zip([*siblings, request], [*tokens[1:], tokens[0]], strict=True):
+        tokens = result.sampled[request.request_id]
+        rows = result.logprobs.get(request.request_id)
+        for index, sample in [*enumerate(siblings, 1), (0, request)]:
+            token = tokens[index]
             sample.token_ids.append(token)
+            if rows is not None:
+                sample.logprobs.append(rows[index])
             self.counters["generation_tokens"] += 1
             if sample.first_token_time is None:
                 sample.first_token_time = now

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.prefix.resolve import window_first_block
-from dalsegno.types import NULL_BLOCK, ScheduledRequest, StepPlan, StepResult
+from dalsegno.types import NULL_BLOCK, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
-__all__ = ["FakeClock", "FakeWorker", "expected_tokens", "extend_cells"]
+__all__ = ["FakeClock", "FakeWorker", "expected_logprobs", "expected_tokens", "extend_cells"]
 
 _MASK = (1 << 62) - 1
 _POISON = -1
@@ -26,11 +26,22 @@ def _mix(left: int, right: int) -> int:
     return (value * 0xBF58476D1CE4E5B9 >> 2) & _MASK
 
 
-def _next_token(cells: dict[int, int], state: int | None, sample: int, vocab_size: int) -> int:
+def _seen(cells: dict[int, int], state: int | None) -> int:
+    """Everything a token may see, mixed into one number."""
     value = 7 if state is None else state
     for group, total in sorted(cells.items()):
         value = _mix(value, total + group)
-    return _mix(value, sample) % vocab_size
+    return value
+
+
+def _next_token(seen: int, sample: int, vocab_size: int) -> int:
+    return _mix(seen, sample) % vocab_size
+
+
+def _logprobs(seen: int, token: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """Numbers that show what was seen; a real model's would also be sorted."""
+    tokens = (token, *((_mix(seen, 1000 + i)) % vocab_size for i in range(count)))
+    return TokenLogprobs(tokens, tuple(-(_mix(seen, t) % 4096) / 256 for t in tokens), 1 + _mix(seen, token) % 99)
 
 
 def _sum_of(cells: Sequence[int]) -> int:
@@ -53,15 +64,25 @@ def expected_tokens(
     """What a fresh `FakeWorker` answers to `prompt`, computed from the tokens alone."""
     tokens = list(prompt)
     cells: list[int] = []
-    has_state = layout.state_group is not None
     for _ in range(num_tokens):
         extend_cells(cells, tokens[len(cells) :])
-        sums = {
-            group.group_id: _sum_of(cells if group.window is None else cells[-group.window :])
-            for group in layout.paged_groups
-        }
-        tokens.append(_next_token(sums, cells[-1] if has_state else None, sample, vocab_size))
+        tokens.append(_next_token(_seen_behind(layout, cells), sample, vocab_size))
     return tokens[len(prompt) :]
+
+
+def expected_logprobs(layout: MemoryLayout, tokens: Sequence[int], count: int, vocab_size: int) -> TokenLogprobs:
+    """What a fresh `FakeWorker` reports on the last of `tokens`, computed from the tokens alone."""
+    cells: list[int] = []
+    extend_cells(cells, tokens[:-1])
+    return _logprobs(_seen_behind(layout, cells), tokens[-1], count, vocab_size)
+
+
+def _seen_behind(layout: MemoryLayout, cells: list[int]) -> int:
+    sums = {
+        group.group_id: _sum_of(cells if group.window is None else cells[-group.window :])
+        for group in layout.paged_groups
+    }
+    return _seen(sums, cells[-1] if layout.state_group is not None else None)
 
 
 class FakeClock:
@@ -119,10 +140,7 @@ class FakeWorker:
                 request.token_ids
             )
             if request.sample is not None:
-                sums = {group.group_id: self._read_sum(group, request) for group in self.layout.paged_groups}
-                result.sampled[request.request_id] = [
-                    _next_token(sums, end_state, sample, self.vocab_size) for sample in request.sample.sample_indices
-                ]
+                self._sample(request, request.sample, end_state, result)
         return result
 
     def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
@@ -137,6 +155,15 @@ class FakeWorker:
     def close(self) -> None:
         """Remember that the worker was closed."""
         self.closed = True
+
+    def _sample(self, request: ScheduledRequest, spec: SampleSpec, end_state: int | None, result: StepResult) -> None:
+        sums = {group.group_id: self._read_sum(group, request) for group in self.layout.paged_groups}
+        seen = _seen(sums, end_state)
+        tokens = [_next_token(seen, sample, self.vocab_size) for sample in spec.sample_indices]
+        result.sampled[request.request_id] = tokens
+        count = spec.params.logprobs
+        if count is not None:
+            result.logprobs[request.request_id] = [_logprobs(seen, t, count, self.vocab_size) for t in tokens]
 
     def _state_group(self) -> int:
         group = self.layout.state_group

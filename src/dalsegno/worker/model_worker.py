@@ -13,8 +13,9 @@ from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.models.base import CausalLM
 from dalsegno.ops.batch import ForwardBatch, LayerCache, PagedBatch, PagedLayerCache, StateBatch, StateLayerCache
 from dalsegno.ops.views import PagedView, StateView
-from dalsegno.types import ScheduledRequest, StepPlan, StepResult
+from dalsegno.types import SampleSpec, ScheduledRequest, StepPlan, StepResult
 from dalsegno.worker.kv_memory import KVMemory
+from dalsegno.worker.logprobs import token_logprobs
 from dalsegno.worker.sampler import sample_tokens
 
 __all__ = ["ModelWorker"]
@@ -49,10 +50,9 @@ class ModelWorker:
             return StepResult()
         batch = self._forward_batch(plan.requests)
         hidden = self.model(batch)
-        return StepResult(
-            sampled=self._sample(plan.requests, batch.query_start, hidden),
-            num_computed={request.request_id: len(request.token_ids) for request in plan.requests},
-        )
+        result = StepResult(num_computed={request.request_id: len(request.token_ids) for request in plan.requests})
+        self._sample(plan.requests, batch.query_start, hidden, result)
+        return result
 
     def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN."""
@@ -109,11 +109,12 @@ class ModelWorker:
         )
 
     def _sample(
-        self, requests: Sequence[ScheduledRequest], query_start: list[int], hidden: Tensor
-    ) -> dict[str, list[int]]:
+        self, requests: Sequence[ScheduledRequest], query_start: list[int], hidden: Tensor, result: StepResult
+    ) -> None:
+        """Sample where it is asked for; adds to `result`."""
         asked = [(request, end - 1) for request, end in zip(requests, query_start[1:], strict=True) if request.sample]
         if not asked:
-            return {}
+            return
         last = torch.tensor([token for _, token in asked], device=self.device)
         logits = self.model.compute_logits(hidden.index_select(0, last)).float()
         specs = [request.sample for request, _ in asked if request.sample is not None]
@@ -121,7 +122,24 @@ class ModelWorker:
         if self.logits_observer is not None:
             for request_id, spec, row in zip(ids, specs, logits, strict=True):
                 self.logits_observer(request_id, spec.position, row)
-        return dict(zip(ids, sample_tokens(logits, specs), strict=True))
+        result.sampled.update(zip(ids, sample_tokens(logits, specs), strict=True))
+        self._add_logprobs(logits, ids, specs, result)
+
+    def _add_logprobs(
+        self, logits: Tensor, ids: Sequence[str], specs: Sequence[SampleSpec], result: StepResult
+    ) -> None:
+        """Report on the sampled tokens of the rows that ask for it."""
+        asked = [
+            (row, request_id, spec.params.logprobs, token)
+            for row, (request_id, spec) in enumerate(zip(ids, specs, strict=True))
+            if spec.params.logprobs is not None
+            for token in result.sampled[request_id]
+        ]
+        if not asked:
+            return
+        rows, names, counts, tokens = zip(*asked, strict=True)
+        for name, found in zip(names, token_logprobs(logits, rows, tokens, counts), strict=True):
+            result.logprobs.setdefault(name, []).append(found)
 
     def _move(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device)
