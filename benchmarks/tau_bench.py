@@ -60,16 +60,13 @@ def main() -> None:
         Row(f"{what}: cached tokens", float(cached), "tokens", float(bound), cached / bound, command),
         Row(f"{what}: hit rate", 100 * cached / total, "%", 100 * bound / total, cached / bound, command),
         Row(f"{what}: time", seconds, "s", None, None, command),
-        Row(
-            f"{what}: answers that agree with a cold run",
-            compared - len(agreement.broken),
-            "requests",
-            compared,
-            1.0 - len(agreement.broken) / max(1.0, compared),
-            command,
-        ),
-        Row(f"{what}: largest logit difference", agreement.largest, "of R1's bound", 1.0, agreement.largest, command),
     ]
+    if agreement.compared:
+        agreed = compared - len(agreement.broken)
+        rows += [
+            Row(f"{what}: answers of a cold run", agreed, "requests", compared, agreed / compared, command),
+            Row(f"{what}: largest logit difference", agreement.largest, "R1 bounds", 1.0, agreement.largest, command),
+        ]
     print_rows(rows, as_json=arguments.json)
     for line in agreement.broken:
         print(f"NOT THE COLD ANSWER: {line}", file=sys.stderr)
