@@ -21,6 +21,7 @@ class LostReason(Enum):
     LOAD_FAILED = "load_failed"
     NO_ROOM = "no_room"
     CACHING_OFF = "caching_off"
+    PROMPT_LOGPROBS = "prompt_logprobs"
 
 
 @dataclass(slots=True)

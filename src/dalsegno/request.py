@@ -48,6 +48,7 @@ class Request:
         sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
         siblings: on sample 0, the other samples, which start from its prefill.
         logprobs: a row per sampled token, where the request asks for them.
+        prompt_logprobs: a row per prompt token after the first, as far as they have come, on sample 0 only.
         num_cached_tokens: prompt tokens not computed at first admission; None before it.
         hit_report: the hit of the first admission.
         prefill_target: tokens known at the last admission; computing up to there is prefill.
@@ -78,6 +79,7 @@ class Request:
     stop_reason: int | str | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     num_cached_tokens: int | None = None
     hit_report: HitReport = field(default_factory=HitReport)
@@ -104,6 +106,12 @@ class Request:
     def num_output_tokens(self) -> int:
         """Sampled tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Whether rows of the prompt are still to come; until then the request resumes from no cached prefix."""
+        asks = self.params.prompt_logprobs is not None and self.sample_index == 0
+        return asks and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def max_total_tokens(self) -> int:

@@ -21,7 +21,6 @@ _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "logits_processors": (None, []),
     "logprob_token_ids": (None,),
-    "prompt_logprobs": (None,),
     "repetition_detection": (None,),
     "skip_reading_prefix_cache": (None, False),
     "skip_special_tokens": (True,),
@@ -58,6 +57,7 @@ class SamplingParams:
         min_tokens: no end token before this many.
         logprobs: report the log-probabilities of this many likeliest tokens, and of the sampled one, from the model's
             own logits; at most 20, 0 reports the sampled one only, None nothing.
+        prompt_logprobs: the same for the tokens of the prompt, all of which are then computed: nothing is a hit.
 
     Raises:
         OptionError: an option is out of range, unknown, or one we do not support.
@@ -79,6 +79,7 @@ class SamplingParams:
     max_tokens: int | None
     min_tokens: int
     logprobs: int | None
+    prompt_logprobs: int | None
 
     def __init__(
         self,
@@ -99,6 +100,7 @@ class SamplingParams:
         max_tokens: int | None = 16,
         min_tokens: int = 0,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         **foreign: Any,
     ) -> None:
         check_foreign_options(foreign, _OFF_VALUES, [f.name for f in fields(self)], "SamplingParams")
@@ -118,7 +120,8 @@ class SamplingParams:
             "ignore_eos": _flag("ignore_eos", ignore_eos),
             "max_tokens": None if max_tokens is None else check_integer("max_tokens", max_tokens, 1),
             "min_tokens": check_integer("min_tokens", min_tokens, 0, max_tokens),
-            "logprobs": None if logprobs is None else check_integer("logprobs", logprobs, 0, _MAX_LOGPROBS),
+            "logprobs": _logprobs("logprobs", logprobs),
+            "prompt_logprobs": _logprobs("prompt_logprobs", prompt_logprobs),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -137,6 +140,10 @@ def _number(name: str, value: Any, minimum: float, maximum: float | None, *, ope
     if value < minimum or (open_minimum and value == minimum) or (maximum is not None and value > maximum):
         raise OptionError(f"{name} must be {allowed}, got {value!r}")
     return float(value)
+
+
+def _logprobs(name: str, count: int | None) -> int | None:
+    return None if count is None else check_integer(name, count, 0, _MAX_LOGPROBS)
 
 
 def _flag(name: str, value: Any) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "Clock",
     "GroupKind",
     "LayerCacheSpec",
+    "PromptRows",
     "SampleSpec",
     "ScheduledRequest",
     "StateExport",
@@ -118,6 +119,18 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Report on the prompt tokens `token_ids`, with the `count` likeliest beside each.
+
+    `token_ids[i]` comes behind the request's scheduled token `first + i`, whose logits say how likely it was.
+    """
+
+    token_ids: "array[int]"
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """One request's part of a step: tokens `[start, start + len(token_ids))` of what it knows.
 
@@ -132,6 +145,7 @@ class ScheduledRequest:
     block_tables: tuple[Sequence[int], ...]
     state: StateStep | None
     sample: SampleSpec | None
+    prompt_rows: PromptRows | None = None
 
     @property
     def end(self) -> int:
@@ -170,11 +184,13 @@ class TokenLogprobs:
 class StepResult:
     """What the worker answers: sampled ids per request (one per asked sample), and the tokens it really computed.
 
-    `logprobs` has a row per sampled id of the requests that ask for them, from the logits before any sampling rule.
+    `logprobs` has a row per sampled id of the requests that ask for them, from the logits before any sampling rule,
+    and `prompt_logprobs` a row per token of `PromptRows`.
     """
 
     sampled: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     num_computed: dict[str, int] = field(default_factory=dict)
 
 

@@ -101,7 +101,7 @@ def test_foreign_flags_are_not_in_the_help() -> None:
 
 def test_sampling_flags_are_the_sampling_parameters() -> None:
     # The engine's --seed fixes everything a command samples, and no command prints log-probabilities.
-    others = {"seed", "logprobs"}
+    others = {"seed", "logprobs", "prompt_logprobs"}
     assert SAMPLING_FLAGS.keys() == {field.name for field in dataclasses.fields(SamplingParams)} - others
 
 

@@ -11,8 +11,15 @@ from dalsegno.config import CacheConfig
 from dalsegno.engine.core import EngineCore, RequestUpdate
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.request import FinishReason, Request, RequestStatus
+from dalsegno.sampling_params import SamplingParams
 from dalsegno.testing.builders import STALL_STEPS, layout_alone, make_core, make_cut, make_request
-from dalsegno.testing.fake_worker import FakeWorker, expected_tokens, extend_cells
+from dalsegno.testing.fake_worker import (
+    FakeWorker,
+    expected_logprobs,
+    expected_prompt_logprobs,
+    expected_tokens,
+    extend_cells,
+)
 from dalsegno.testing.oracles import audit_published
 from dalsegno.types import BlockHash, StepPlan
 
@@ -33,6 +40,8 @@ class Arrival:
     marks: tuple[int, ...]
     steps_after: int
     then: str
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,8 @@ def arrivals(draw: st.DrawFn, max_model_len: int, may_fail: bool) -> Arrival:
         then=draw(st.sampled_from(["nothing", "nothing", "abort", "stop", "preempt", "reset"]))
         if may_fail
         else "nothing",
+        logprobs=draw(st.sampled_from([None, None, None, 1])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, None, None, 0, 1])),
     )
 
 
@@ -194,6 +205,13 @@ class Run:
             prompt,
             max_tokens,
             n=arrival.samples,
+            params=SamplingParams(
+                temperature=0,
+                max_tokens=max_tokens,
+                n=arrival.samples,
+                logprobs=arrival.logprobs,
+                prompt_logprobs=arrival.prompt_logprobs,
+            ),
             priority=arrival.priority,
             cache_salt=arrival.salt,
             checkpoint_at=arrival.marks,
@@ -253,6 +271,7 @@ class Run:
         may_end_with_an_error = len(self.workload.failing_steps) > 1
         for request in self.requests:
             assert request.status is RequestStatus.FINISHED
+            self.check_rows(request)
             reason = request.finish_reason
             assert reason is not FinishReason.ERROR or may_end_with_an_error, request.error
             assert request.output_token_ids == self.cold_answer(request), f"{request.request_id} answers differently"
@@ -263,6 +282,27 @@ class Run:
                 assert report.boundary == request.num_cached_tokens
                 assert report.boundary + sum(report.lost.values()) == request.num_prompt_tokens
         self.check_idle()
+
+    def check_rows(self, request: Request) -> None:
+        """Rows are those of a cold run, one per token, and nobody who asks for rows of the prompt has a hit."""
+        layout, vocab_size = self.core.layout, self.worker.vocab_size
+        prompt = request.token_ids[: request.num_prompt_tokens].tolist()
+        count = request.params.logprobs
+        known = [*prompt, *request.output_token_ids]
+        assert request.logprobs == [
+            expected_logprobs(layout, known[: i + 1], count, vocab_size)
+            for i in range(len(prompt), len(known))
+            if count is not None
+        ]
+        count = request.params.prompt_logprobs
+        if count is None or request.sample_index or len(prompt) == 1:
+            assert request.prompt_logprobs == []
+            return
+        expected = expected_prompt_logprobs(layout, prompt, count, vocab_size)
+        rows = request.prompt_logprobs
+        assert rows == expected[: len(rows)]
+        assert len(rows) == len(expected) or not request.num_output_tokens
+        assert not request.num_cached_tokens
 
     def cold_answer(self, request: Request) -> list[int]:
         prompt = request.token_ids[: request.num_prompt_tokens].tolist()

@@ -53,6 +53,8 @@ from dalsegno.sampling_params import SamplingParams
         ("logprobs", -1),
         ("logprobs", 21),
         ("logprobs", True),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_a_bad_value_is_refused_with_the_name_of_the_parameter(name: str, bad: Any) -> None:
@@ -76,12 +78,12 @@ def test_biases_are_cut_and_may_come_from_json() -> None:
 
 def test_a_parameter_of_vllm_is_accepted_where_it_asks_for_nothing_and_refused_by_name_otherwise() -> None:
     off: dict[str, Any] = {
-        "prompt_logprobs": None,
+        "flat_logprobs": False,
         "extra_args": None,
         "bad_words": [],
     }
     assert SamplingParams(**off) == SamplingParams()
-    asking: dict[str, Any] = {"prompt_logprobs": 1, "flat_logprobs": True, "extra_args": {"a": 1}, "detokenize": False}
+    asking: dict[str, Any] = {"flat_logprobs": True, "extra_args": {"a": 1}, "detokenize": False}
     for name, value in asking.items():
         with pytest.raises(OptionError, match=rf"SamplingParams does not support {name}="):
             SamplingParams(**{name: value})

@@ -3,6 +3,8 @@
 import math
 import random
 import weakref
+from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from dalsegno.errors import EngineError
 from dalsegno.ops.views import PagedView
-from dalsegno.types import BlockCopy, ScheduledRequest, StateExport, StepPlan
+from dalsegno.types import BlockCopy, PromptRows, ScheduledRequest, StateExport, StepPlan
 from dalsegno.worker.interface import Worker
 from dalsegno.worker.model_worker import ModelWorker
 from tests.worker.stand_in import VOCAB, Planner, StandIn, greedy_sample, make_layout, scheduled
@@ -186,3 +188,20 @@ def test_a_stale_block_is_an_error_not_an_answer() -> None:
     with pytest.raises(EngineError, match="not a number"):
         rig.run(scheduled("one", TOKENS, (16, 20), rig.planner.tables(20), (state, state)))
     assert math.isfinite(float(rig.cold(TOKENS[:5]).sum()))
+
+
+def test_rows_of_a_prompt_are_those_of_the_tokens_before_them_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dalsegno.worker.logprobs._SLICE_ELEMENTS", 4 * VOCAB + 5)
+    rig = Rig("a")
+    part = scheduled("one", TOKENS, (0, 20), rig.planner.tables(20))
+    part = replace(part, prompt_rows=PromptRows(array("I", TOKENS[8:21]), first=7, count=2))
+    other = scheduled("other", OTHERS, (0, 9), rig.planner.tables(9))
+    result = rig.worker.execute(StepPlan(0, (other, part)))
+    assert rig.model.num_logit_rows == [2, 4, 4, 4, 1]
+    assert list(result.prompt_logprobs) == ["one"]
+    for position, row in enumerate(result.prompt_logprobs["one"], 8):
+        values = rig.cold(TOKENS[:position]).log_softmax(-1)
+        best = values.topk(2)
+        assert row.token_ids == (TOKENS[position], *best.indices.tolist())
+        assert row.logprobs == pytest.approx([float(values[TOKENS[position]]), *best.values.tolist()], abs=1e-4)
+        assert row.rank == int((values >= values[TOKENS[position]]).sum())

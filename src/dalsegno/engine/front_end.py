@@ -80,6 +80,8 @@ class Answer:
         self._prompt = prompt
         self._prompt_token_ids = prompt.token_ids.tolist()
         self.samples = [_Sample(request, tokenizer, logprobs) for request in requests]
+        self._reader = logprobs
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:
@@ -112,7 +114,16 @@ class Answer:
                 num_states_kept=sum(request.num_states_kept for request in requests),
             ),
             finished=self.finished,
+            prompt_logprobs=self._read_prompt_logprobs(),
         )
+
+    def _read_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        first = self.samples[0].request
+        if self._prompt_logprobs is None and first.params.prompt_logprobs is not None:
+            if first.awaits_prompt_logprobs:
+                return None
+            self._prompt_logprobs = [None, *self._reader.read(first.prompt_logprobs)]
+        return self._prompt_logprobs
 
 
 class FrontEnd:

@@ -91,6 +91,8 @@ class RequestOutput:
         hit_report: how long the hit was, and what became of the rest of the prompt; None before admission.
         metrics: times and counts.
         finished: whether every sample has ended.
+        prompt_logprobs: per prompt token, by id: itself, then the likeliest at its place; None for the first token. The
+            whole is None unless asked for, and until every row is there.
     """
 
     request_id: str
@@ -101,3 +103,4 @@ class RequestOutput:
     hit_report: HitReport | None
     metrics: RequestMetrics
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -84,14 +84,19 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> tuple[ComputedBlocks, int, HitReport]:
         """Find the longest boundary the request can resume at, at most its known tokens less one.
 
-        Changes nothing. The blocks carry no reference: they are valid until the next call that allocates or frees.
+        A request that awaits log-probabilities of its prompt resumes nowhere. Changes nothing. The blocks carry no
+        reference: they are valid until the next call that allocates or frees.
         """
         if not self.config.enable_prefix_caching:
             report = HitReport(lost={LostReason.CACHING_OFF.value: request.num_tokens})
             return self._find(request, 0), 0, report
         self.publisher.extend_hashes(request)
         computed = self._find(request, request.num_tokens - 1)
-        return computed, computed.boundary, explain_hit(self.index, self.evicted, computed, request.num_tokens)
+        report = explain_hit(self.index, self.evicted, computed, request.num_tokens)
+        if request.awaits_prompt_logprobs:
+            computed = self.truncate_computed_blocks(computed, 0)
+            report.shorten(0, LostReason.PROMPT_LOGPROBS)
+        return computed, computed.boundary, report
 
     def truncate_computed_blocks(self, computed: ComputedBlocks, end: int) -> ComputedBlocks:
         """View the same hit at the longest boundary of at most `end` that every group can restore; changes nothing."""

@@ -1,9 +1,9 @@
 """What a request asks of the sampler, and what a sampled token means for it. Pure functions."""
 
 from dalsegno.request import FinishReason, Request
-from dalsegno.types import SampleSpec
+from dalsegno.types import PromptRows, SampleSpec
 
-__all__ = ["finish_of", "sample_spec"]
+__all__ = ["finish_of", "prompt_rows", "sample_spec"]
 
 
 def sample_spec(request: Request) -> SampleSpec:
@@ -21,6 +21,15 @@ def sample_spec(request: Request) -> SampleSpec:
         known_token_ids=request.token_ids if params.has_penalties else None,
         num_prompt_tokens=request.num_prompt_tokens,
     )
+
+
+def prompt_rows(request: Request, start: int, end: int) -> PromptRows | None:
+    """Ask for what tokens `[start, end)` say about the prompt tokens behind them and was not delivered before."""
+    count = request.params.prompt_logprobs
+    if count is None or not request.awaits_prompt_logprobs:
+        return None
+    first, last = max(start, len(request.prompt_logprobs)), min(end, request.num_prompt_tokens - 1)
+    return PromptRows(request.token_ids[first + 1 : last + 1], first - start, count) if first < last else None
 
 
 def finish_of(request: Request, token: int, max_model_len: int) -> tuple[FinishReason | None, int | str | None]:

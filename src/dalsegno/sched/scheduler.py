@@ -15,7 +15,7 @@ from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.request import FinishReason, Request, RequestStatus, RequestUpdate
 from dalsegno.sched.prefix_wait import PlannedBoundaries
-from dalsegno.sched.sampling import finish_of, sample_spec
+from dalsegno.sched.sampling import finish_of, prompt_rows, sample_spec
 from dalsegno.types import ScheduledRequest, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
@@ -108,6 +108,7 @@ class Scheduler:
                 request.num_prefilled_tokens += result.num_computed[part.request_id]
                 self.counters["num_prefilled_tokens"] += result.num_computed[part.request_id]
             self.manager.commit(request, len(part.token_ids))
+            request.prompt_logprobs += result.prompt_logprobs.get(part.request_id, ())
             if part.sample is not None:
                 updates += self._append(request, result, now)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, request.num_computed_tokens + 1):
@@ -217,6 +218,8 @@ class Scheduler:
         return len(self.running) >= self.config.max_num_seqs or any(request.packed for request in self.running)
 
     def _starts_to_wait(self, request: Request, hit: int, planned: PlannedBoundaries) -> bool:
+        if request.awaits_prompt_logprobs:
+            return False
         request.awaited_boundary = planned.longest(hit, request.block_hashes, request.num_tokens)
         return self._still_waits(request, planned)
 
@@ -296,6 +299,7 @@ class Scheduler:
             block_tables=self.manager.block_tables(request),
             state=self.manager.state_step(request),
             sample=sample_spec(request) if end == request.num_tokens else None,
+            prompt_rows=prompt_rows(request, start, end),
         )
 
     def _next_suspect(self) -> str | None:

@@ -6,6 +6,7 @@ foreign cell anywhere therefore changes every later token. `expected_tokens` com
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,14 @@ from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.prefix.resolve import window_first_block
 from dalsegno.types import NULL_BLOCK, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
-__all__ = ["FakeClock", "FakeWorker", "expected_logprobs", "expected_tokens", "extend_cells"]
+__all__ = [
+    "FakeClock",
+    "FakeWorker",
+    "expected_logprobs",
+    "expected_prompt_logprobs",
+    "expected_tokens",
+    "extend_cells",
+]
 
 _MASK = (1 << 62) - 1
 _POISON = -1
@@ -77,6 +85,18 @@ def expected_logprobs(layout: MemoryLayout, tokens: Sequence[int], count: int, v
     return _logprobs(_seen_behind(layout, cells), tokens[-1], count, vocab_size)
 
 
+def expected_prompt_logprobs(
+    layout: MemoryLayout, prompt: Sequence[int], count: int, vocab_size: int
+) -> list[TokenLogprobs]:
+    """What a fresh `FakeWorker` reports on the tokens of a prompt after the first, computed from the tokens alone."""
+    cells: list[int] = []
+    rows = []
+    for before, token in pairwise(prompt):
+        extend_cells(cells, [before])
+        rows.append(_logprobs(_seen_behind(layout, cells), token, count, vocab_size))
+    return rows
+
+
 def _seen_behind(layout: MemoryLayout, cells: list[int]) -> int:
     sums = {
         group.group_id: _sum_of(cells if group.window is None else cells[-group.window :])
@@ -134,7 +154,7 @@ class FakeWorker:
         states = [self._read_state(request) for request in plan.requests]
         result = StepResult()
         for request, state in zip(plan.requests, states, strict=True):
-            end_state = self._compute(request, state)
+            end_state = self._compute(request, state, result)
             result.num_computed[request.request_id] = len(request.token_ids)
             self.num_computed[request.request_id] = self.num_computed.get(request.request_id, 0) + len(
                 request.token_ids
@@ -157,13 +177,24 @@ class FakeWorker:
         self.closed = True
 
     def _sample(self, request: ScheduledRequest, spec: SampleSpec, end_state: int | None, result: StepResult) -> None:
-        sums = {group.group_id: self._read_sum(group, request) for group in self.layout.paged_groups}
-        seen = _seen(sums, end_state)
+        seen = self._seen_by(request, request.end, end_state)
         tokens = [_next_token(seen, sample, self.vocab_size) for sample in spec.sample_indices]
         result.sampled[request.request_id] = tokens
         count = spec.params.logprobs
         if count is not None:
             result.logprobs[request.request_id] = [_logprobs(seen, t, count, self.vocab_size) for t in tokens]
+
+    def _report_prompt(self, request: ScheduledRequest, offset: int, state: int | None, result: StepResult) -> None:
+        rows = request.prompt_rows
+        if rows is None or not 0 <= offset - rows.first < len(rows.token_ids):
+            return
+        seen = self._seen_by(request, request.start + offset + 1, state)
+        row = _logprobs(seen, rows.token_ids[offset - rows.first], rows.count, self.vocab_size)
+        result.prompt_logprobs.setdefault(request.request_id, []).append(row)
+
+    def _seen_by(self, request: ScheduledRequest, end: int, state: int | None) -> int:
+        """Everything that the last of the request's first `end` tokens may see."""
+        return _seen({g.group_id: self._read_sum(g, request, end) for g in self.layout.paged_groups}, state)
 
     def _state_group(self) -> int:
         group = self.layout.state_group
@@ -180,7 +211,7 @@ class FakeWorker:
         assert value != _POISON, f"{request.request_id} reads a poisoned state from block {request.state.read_block}"
         return value
 
-    def _compute(self, request: ScheduledRequest, state: int | None) -> int | None:
+    def _compute(self, request: ScheduledRequest, state: int | None, result: StepResult) -> int | None:
         exports = {export.num_tokens: export.block for export in request.state.exports} if request.state else {}
         previous = self._previous_cells(request)
         for offset, token in enumerate(request.token_ids):
@@ -195,6 +226,7 @@ class FakeWorker:
                 state = _mix(state, token)
                 if offset + 1 in exports:
                     self._cells[self._state_group()][exports[offset + 1], 0] = state
+            self._report_prompt(request, offset, state, result)
         if request.state is not None:
             assert state is not None, "a plan names a state to write but none to read"
             self._cells[self._state_group()][request.state.write_block, 0] = state
@@ -214,9 +246,9 @@ class FakeWorker:
         assert value != _POISON, f"{where}: poisoned"
         return value
 
-    def _read_sum(self, group: GroupSpec, request: ScheduledRequest) -> int:
-        first = 0 if group.window is None else max(0, request.end - group.window)
+    def _read_sum(self, group: GroupSpec, request: ScheduledRequest, end: int) -> int:
+        first = 0 if group.window is None else max(0, end - group.window)
         assert group.window is None or first // group.block_size >= window_first_block(
-            request.end - 1, group.window, group.block_size
+            end - 1, group.window, group.block_size
         ), "the window of the last token starts before the blocks that are kept"
-        return _sum_of([self._read(group, request, position) for position in range(first, request.end)])
+        return _sum_of([self._read(group, request, position) for position in range(first, end)])

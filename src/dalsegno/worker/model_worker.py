@@ -13,9 +13,9 @@ from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.models.base import CausalLM
 from dalsegno.ops.batch import ForwardBatch, LayerCache, PagedBatch, PagedLayerCache, StateBatch, StateLayerCache
 from dalsegno.ops.views import PagedView, StateView
-from dalsegno.types import SampleSpec, ScheduledRequest, StepPlan, StepResult
+from dalsegno.types import PromptRows, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from dalsegno.worker.kv_memory import KVMemory
-from dalsegno.worker.logprobs import token_logprobs
+from dalsegno.worker.logprobs import row_slices, token_logprobs
 from dalsegno.worker.sampler import sample_tokens
 
 __all__ = ["ModelWorker"]
@@ -52,6 +52,10 @@ class ModelWorker:
         hidden = self.model(batch)
         result = StepResult(num_computed={request.request_id: len(request.token_ids) for request in plan.requests})
         self._sample(plan.requests, batch.query_start, hidden, result)
+        for request, start in zip(plan.requests, batch.query_start, strict=False):
+            if request.prompt_rows is not None:
+                rows = self._prompt_logprobs(request.prompt_rows, hidden[start + request.prompt_rows.first :])
+                result.prompt_logprobs[request.request_id] = rows
         return result
 
     def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
@@ -140,6 +144,15 @@ class ModelWorker:
         rows, names, counts, tokens = zip(*asked, strict=True)
         for name, found in zip(names, token_logprobs(logits, rows, tokens, counts), strict=True):
             result.logprobs.setdefault(name, []).append(found)
+
+    def _prompt_logprobs(self, rows: PromptRows, hidden: Tensor) -> list[TokenLogprobs]:
+        """Report on prompt tokens; `hidden` starts at the first row. Logits are never there for more than a slice."""
+        found: list[TokenLogprobs] = []
+        for start, end in row_slices(len(rows.token_ids), self.model.vocab_size):
+            logits = self.model.compute_logits(hidden[start:end]).float()
+            count = end - start
+            found += token_logprobs(logits, range(count), rows.token_ids[start:end].tolist(), [rows.count] * count)
+        return found
 
     def _move(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device)
