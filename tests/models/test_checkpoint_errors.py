@@ -191,6 +191,8 @@ def test_corrupt_shard(folder: Path) -> None:
 def test_missing_folder_and_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model folder"):
         resolve_model_path(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="no model folder"):
+        resolve_model_path("./nothing")
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="got the file"):
         resolve_model_path(tmp_path / "file")

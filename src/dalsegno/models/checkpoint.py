@@ -29,7 +29,7 @@ __all__ = [
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _SUPPORTED_WEIGHTS = f"supported are {_WEIGHTS}, or shards listed in {_INDEX}"
 
