@@ -1,6 +1,7 @@
 """`dalsegno generate`: answers on stdout, in order, while they come; everything else on stderr."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def test_one_answer_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("generate", "m", "-p", "The fox", *GREEDY, "--max-tokens", "9")
     assert result.exit_code == 0
     assert result.stdout == _texts(engines, ["The fox"], 9)[0][0] + "\n"
-    assert "prompt tokens, 0 cached" in result.stderr
+    assert re.search(r"prompt tokens, 0 cached, (\d+) prefilled \(shorter_than_unit \1\)", result.stderr)
     assert "9 generated" in result.stderr
     assert engines.workers[0].closed
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dalsegno.cli.conversations import RecordedConversation, load_conversation
-from dalsegno.cli.terminal import status
+from dalsegno.cli.terminal import status, why_lost
 from dalsegno.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _table(conversation: RecordedConversation, turns: list[DemoTurn]) -> Table:
             _milliseconds(turn.cold),
             _milliseconds(turn.warm),
             "yes" if turn.same_answer else "[bold red]NO[/]",
-            _reasons(turn.warm),
+            why_lost(turn.warm) or "-",
         )
     return table
 
@@ -154,8 +154,3 @@ def _summary(turns: list[DemoTurn]) -> str:
 def _milliseconds(output: "RequestOutput") -> str:
     seconds = output.metrics.time_to_first_token
     return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
-
-
-def _reasons(output: "RequestOutput") -> str:
-    lost = output.hit_report.lost if output.hit_report is not None else {}
-    return ", ".join(f"{reason} {num_tokens}" for reason, num_tokens in lost.items()) or "-"

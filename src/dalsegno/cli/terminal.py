@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from dalsegno.engine.outputs import RequestOutput
 
-__all__ = ["note", "status", "summary"]
+__all__ = ["note", "status", "summary", "why_lost"]
 
 
 def note(text: str) -> None:
@@ -24,14 +24,22 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
         yield shown.update
 
 
+def why_lost(output: RequestOutput) -> str:
+    """Return which prompt tokens were no hit and why, such as "diverged 176, sub_unit 10"; empty where unknown."""
+    lost = output.hit_report.lost if output.hit_report is not None else {}
+    return ", ".join(f"{reason} {num_tokens}" for reason, num_tokens in lost.items())
+
+
 def summary(output: RequestOutput) -> str:
-    """Return one line about a result: tokens in and out, what was cached, and how long the first token took."""
+    """Return one line about a result: tokens in and out, what was cached, why not more, how long the first token took."""
     metrics = output.metrics
     num_generated = sum(len(answer.token_ids) for answer in output.outputs)
+    num_prompt = len(output.prompt_token_ids)
+    reasons = why_lost(output)
     parts = [
-        f"{len(output.prompt_token_ids)} prompt tokens",
+        f"{num_prompt} prompt token{'' if num_prompt == 1 else 's'}",
         f"{output.num_cached_tokens or 0} cached",
-        f"{metrics.num_prefilled_tokens} prefilled",
+        f"{metrics.num_prefilled_tokens} prefilled" + (f" ({reasons})" if reasons else ""),
         f"{num_generated} generated",
     ]
     if metrics.time_to_first_token is not None:
