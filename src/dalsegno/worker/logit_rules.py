@@ -47,21 +47,24 @@ def _add_biases(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
 
 def _penalize(logits: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
     """Return logits with the repetition penalty for tokens known so far, then those for tokens of the answer."""
-    asking = [i for i, spec in enumerate(specs) if spec.params.has_penalties]
-    if not asking:
-        return logits
-    params = [specs[i].params for i in asking]
-    known = [_known(specs[i]) for i in asking]
-    answers = [ids[specs[i].num_prompt_tokens :] for i, ids in zip(asking, known, strict=True)]
-    rows = logits[asking]
-    repetition = _column([p.repetition_penalty for p in params], rows)
-    factors = torch.where(rows > 0, 1 / repetition, repetition)
-    rows = torch.where(_counts(known, rows) > 0, rows * factors, rows)
-    if any(p.frequency_penalty or p.presence_penalty for p in params):
-        counts = _counts(answers, rows)
-        rows = rows - _column([p.frequency_penalty for p in params], rows) * counts
-        rows = rows - _column([p.presence_penalty for p in params], rows) * (counts > 0)
-    return logits.index_copy(0, torch.tensor(asking, device=logits.device), rows)
+    known = {i: _known(spec) for i, spec in enumerate(specs) if spec.params.has_penalties}
+    repeated = [i for i in known if specs[i].params.repetition_penalty != 1.0]
+    if repeated:
+        tokens = [_distinct(known[i], logits.shape[1]) for i in repeated]
+        place = _place(repeated, tokens, logits)
+        penalties = _spread([specs[i].params.repetition_penalty for i in repeated], tokens, logits)
+        values = logits[place]
+        logits = logits.index_put(place, values * torch.where(values > 0, 1 / penalties, penalties))
+    counted = [i for i in known if specs[i].params.frequency_penalty or specs[i].params.presence_penalty]
+    if counted:
+        answers = [np.unique(known[i][specs[i].num_prompt_tokens :], return_counts=True) for i in counted]
+        tokens = [ids for ids, _ in answers]
+        place = _place(counted, tokens, logits)
+        counts = torch.from_numpy(np.concatenate([count for _, count in answers])).to(logits)
+        values = logits[place] - _spread([specs[i].params.frequency_penalty for i in counted], tokens, logits) * counts
+        presence = _spread([specs[i].params.presence_penalty for i in counted], tokens, logits)
+        logits = logits.index_put(place, values - presence)
+    return logits
 
 
 def _known(spec: SampleSpec) -> np.ndarray:
@@ -70,12 +73,19 @@ def _known(spec: SampleSpec) -> np.ndarray:
     return np.array(spec.known_token_ids, dtype=np.int64)
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _distinct(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return each id once; faster than sorting a long prompt."""
+    present = np.zeros(vocab_size, dtype=np.bool_)
+    present[token_ids] = True
+    return np.flatnonzero(present)
 
 
-def _counts(token_ids: Sequence[np.ndarray], like: Tensor) -> Tensor:
-    """Return `[R, vocab]`, how often each row's tokens come."""
-    rows = np.repeat(np.arange(len(token_ids)), [len(ids) for ids in token_ids])
-    place = tuple(torch.from_numpy(ids).to(like.device) for ids in (rows, np.concatenate(token_ids)))
-    return torch.zeros_like(like).index_put_(place, like.new_tensor(1.0), accumulate=True)
+def _place(rows: Sequence[int], tokens: Sequence[np.ndarray], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return row and token of every entry of `tokens`, one array per row; no entry comes twice."""
+    spread = np.repeat(np.asarray(rows), [len(ids) for ids in tokens])
+    return torch.from_numpy(spread).to(like.device), torch.from_numpy(np.concatenate(tokens)).to(like.device)
+
+
+def _spread(values: Sequence[float], tokens: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    """Return each row's value once per entry of its tokens."""
+    return torch.from_numpy(np.repeat(np.asarray(values), [len(ids) for ids in tokens])).to(like)

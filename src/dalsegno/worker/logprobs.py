@@ -51,7 +51,8 @@ def _report(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> 
     own = values.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
     if bool(own.isnan().any()):
         raise EngineError("log-probabilities were asked for, and the model's output is not a number")
-    ranks = (values >= own).sum(dim=-1).tolist()
+    # Counting in 32 bits is many times faster than in 64.
+    ranks = (values >= own).sum(dim=-1, dtype=torch.int32).tolist()
     best_ids = _best(values, min(max(counts), logits.shape[1]))
     best = values.gather(1, best_ids).tolist()
     reports = []
@@ -67,9 +68,20 @@ def _best(values: Tensor, count: int) -> Tensor:
     """Return `[N, count]`, the ids of the best values of each row, best first; ties go to the lowest id."""
     if count == 0:
         return values.new_empty((len(values), 0), dtype=torch.int64)
-    last = values.topk(count, dim=-1).values[:, -1:]
-    above, tied = values > last, values == last
-    kept = above | (tied & (tied.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
-    ids = kept.nonzero()[:, 1].view(len(values), count)
+    best = values.topk(min(count + 1, values.shape[1]), dim=-1)
+    ids = best.indices[:, :count].clone()
+    if best.values.shape[1] > count:
+        # Which of the tokens that tie for the last place `topk` takes is left open.
+        tied = (best.values[:, count - 1] == best.values[:, count]).nonzero().flatten()
+        if len(tied):
+            ids[tied] = _lowest(values[tied], best.values[tied, count - 1 : count], count)
+    ids = ids.sort(dim=-1).values
     order = values.gather(1, ids).argsort(dim=-1, descending=True, stable=True)
     return ids.gather(1, order)
+
+
+def _lowest(values: Tensor, last: Tensor, count: int) -> Tensor:
+    """Return `[N, count]`, the ids above `last` `[N, 1]` and the lowest of those that equal it."""
+    above, tied = values > last, values == last
+    kept = above | (tied & (tied.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    return kept.nonzero()[:, 1].view(len(values), count)
