@@ -31,7 +31,7 @@ def why_lost(output: RequestOutput) -> str:
 
 
 def summary(output: RequestOutput) -> str:
-    """Return one line about a result: tokens in and out, what was cached, why not more, how long the first token took."""
+    """Return one line about a result: tokens in and out, what was cached, why not more, time to the first token."""
     metrics = output.metrics
     num_generated = sum(len(answer.token_ids) for answer in output.outputs)
     num_prompt = len(output.prompt_token_ids)
