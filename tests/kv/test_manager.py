@@ -392,3 +392,22 @@ def test_a_group_that_takes_no_part_publishes_nothing_and_changes_no_hit() -> No
         assert manager.allocate_slots(probe, 7, computed) is not None
         manager.free(probe)
         census(manager)
+
+
+def test_a_sample_that_thaws_the_prompts_state_owes_nothing_for_it() -> None:
+    """Its state was published by another sample, which is gone."""
+    case = Driver(make_cut("as", [1, 1], num_slabs=6))
+    parent = case.new("parent", range(32))
+    assert case.admit(parent)
+    case.step({parent: 32})
+    child = case.new("child", parent.token_ids.tolist())
+    assert case.manager.fork(parent, child)
+    case.finish(parent)
+    taken = case.manager.pool.allocate([1, 0], [0, 0])
+    assert taken is not None
+    case.manager.hand_offs.pins[0, taken[0][0]] += 1
+    assert case.manager.allocate_slots(child, 1) is not None
+    case.step({child: 1})
+    assert case.manager.counters["boundary_states_thawed"] == 1
+    assert child.num_states_kept == 0
+    case.check()

@@ -266,7 +266,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def no_request_keeps_more_states_than_allowed(self) -> None:
         limit = self.driver.config.max_states_per_request
-        assert all(request.num_states_kept <= limit for request in [*self.running, *self.waiting])
+        assert all(0 <= request.num_states_kept <= limit for request in [*self.running, *self.waiting])
 
     def teardown(self) -> None:
         if not hasattr(self, "driver"):

@@ -150,7 +150,8 @@ class KVCacheManager:
             self.publisher.skip_checkpoint(request)
         if thawed:
             self.counters["boundary_states_thawed"] += 1
-            request.num_states_kept -= 1
+            # The state of a shared prompt may have been published by another sample.
+            request.num_states_kept = max(0, request.num_states_kept - 1)
 
     def grant_exports(self, request: Request, new_tokens: int) -> None:
         """Try for a block for every planned boundary strictly inside the next `new_tokens` tokens; never fails."""
