@@ -55,11 +55,14 @@ def test_a_flag_sets_its_option_and_no_other(name: str, command: list[str], monk
     assert engines.options == [EngineOptions(**{name: OTHER_VALUES[name]})]
 
 
-def test_without_a_tokenizer_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    Engines(monkeypatch)
-    result = run("generate", "m", "-p", "fox", "--skip-tokenizer-init")
+@pytest.mark.parametrize("command", [["generate", "m", "-p", "fox"], ["chat", "m"]])
+def test_a_command_needs_a_tokenizer(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = Engines(monkeypatch)
+    result = run(*command, "--skip-tokenizer-init")
     assert result.exit_code == 2
-    assert "no tokenizer" in result.stderr
+    assert "skip_tokenizer_init must be off" in result.stderr
+    assert engines.models == []
+    assert "skip-tokenizer-init" not in run(command[0], "--help").stdout
 
 
 def test_vllms_name_of_the_unit_is_a_flag_and_a_conflict_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES
 from dalsegno.engine.options import option_specs
+from dalsegno.errors import OptionError
 
 __all__ = ["SAMPLING_FLAGS", "with_engine_flags", "with_sampling_flags"]
 
@@ -38,12 +39,16 @@ SAMPLING_FLAGS: dict[str, tuple[Any, str]] = {
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", list[int]: "INTEGER", list[str]: "TEXT", dict: "JSON"}
 
 
+_IDS_ONLY = "skip_tokenizer_init"
+"""Of no use on a command line, which reads and writes text: hidden, and refused before anything is loaded."""
+
+
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every engine option as a flag; it receives those that were given as `engine_options`."""
     flags = []
     for spec in option_specs():
         text = spec.help if spec.default is None else f"{spec.help}  [default: {_shown(spec.default)}]"
-        flags.append(_flag(spec.name, _inner_type(spec.type), text))
+        flags.append(_flag(spec.name, _inner_type(spec.type), text, hidden=spec.name == _IDS_ONLY))
     flags.append(_flag("prefix_match_unit", int, "", hidden=True))
     for name, off_values in FOREIGN_OFF_VALUES.items():
         kind = bool if any(isinstance(value, bool) for value in off_values) else str
@@ -78,7 +83,13 @@ def _shown(default: Any) -> str:
 
 
 def _parse_foreign(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the values of foreign flags, which come as text, the way they are written in Python."""
+    """Read the values of foreign flags, which come as text, the way they are written in Python.
+
+    Raises:
+        OptionError: there is to be no tokenizer.
+    """
+    if given.get(_IDS_ONLY):
+        raise OptionError("prompts on the command line are texts and need a tokenizer: skip_tokenizer_init must be off")
     return {name: _literal(value) if name in FOREIGN_OFF_VALUES else value for name, value in given.items()}
 
 
