@@ -411,3 +411,15 @@ def test_a_sample_that_thaws_the_prompts_state_owes_nothing_for_it() -> None:
     assert case.manager.counters["boundary_states_thawed"] == 1
     assert child.num_states_kept == 0
     case.check()
+
+
+@pytest.mark.parametrize("n", [20, 63, 64, 65, 130])
+def test_a_group_of_whole_blocks_has_hits_of_whole_blocks(n: int) -> None:
+    """SCENARIOS 9: one group that cannot look up finer makes hits coarser, and breaks nothing."""
+    case = Driver(make_cut("aw", [1, 1], num_slabs=60, block_size=32, window=40, prefix={"w": "block"}))
+    prompt = list(range(n))
+    case.serve("r", prompt)
+    assert case.hit(prompt) == (n - 1) // 32 * 32
+    again = case.serve("again", prompt, 5)
+    case.assert_right_answer(again)
+    case.check()
