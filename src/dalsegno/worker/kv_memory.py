@@ -4,6 +4,7 @@ The null block is all zeros from the start and nothing here writes it. Which blo
 affair; this module moves bytes where it is told.
 """
 
+import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +32,7 @@ class KVMemory:
 
     def __init__(self, layout: MemoryLayout, device: torch.device | str) -> None:
         self.layout = layout
-        self.memory = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
+        self.memory = _zeros(layout.total_bytes, torch.device(device))
         self.views: dict[int, PagedView | StateView] = {}
         for group in layout.groups:
             for layer, offsets in zip(group.layers, group.part_offsets, strict=True):
@@ -107,6 +108,16 @@ def _rows(view: PagedView | StateView) -> Iterator[tuple[Tensor, RowStrides]]:
     else:
         yield view.key_rows, view.key_strides
         yield view.value_rows, view.value_strides
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Make `[num_bytes]` uint8 zeros; on a CPU a page becomes resident when it is first written."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _independent_runs(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
