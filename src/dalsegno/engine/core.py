@@ -1,9 +1,12 @@
 """The engine core: poll, schedule, execute, commit, emit. One step is in flight; no torch here."""
 
 import logging
+from collections.abc import Callable
 
 from dalsegno.config import CacheConfig, SchedulerConfig
 from dalsegno.errors import EngineError, OptionError, RequestError
+from dalsegno.kv.eviction import EvictionPolicy, LeastRecentlyUsed
+from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.verify import census
@@ -29,6 +32,7 @@ class EngineCore:
         scheduler_config: SchedulerConfig,
         *,
         debug: bool = False,
+        eviction_policy: Callable[[PrefixIndex], EvictionPolicy] = LeastRecentlyUsed,
     ) -> None:
         """Serve requests on `worker`, which the core owns from now on.
 
@@ -39,6 +43,7 @@ class EngineCore:
             cache_config: see `CacheConfig`.
             scheduler_config: see `SchedulerConfig`.
             debug: poison freed blocks with NaN, and check every count after every step.
+            eviction_policy: makes the policy that ranks cached blocks.
 
         Raises:
             OptionError: a request of `max_model_len` tokens does not fit the memory.
@@ -46,7 +51,12 @@ class EngineCore:
         self.worker = worker
         self.clock = clock
         self.layout = layout
-        self.manager = KVCacheManager(layout, cache_config, max_step_tokens=scheduler_config.max_num_batched_tokens)
+        self.manager = KVCacheManager(
+            layout,
+            cache_config,
+            max_step_tokens=scheduler_config.max_num_batched_tokens,
+            policy=eviction_policy,
+        )
         self.scheduler = Scheduler(self.manager, scheduler_config)
         self._debug = debug
         self._aborts: list[str] = []
@@ -58,13 +68,7 @@ class EngineCore:
         self._broken = False
         if debug:
             self.manager.pool.on_fill = worker.poison
-        needed = self.manager.slabs_alone(scheduler_config.max_model_len)
-        if needed > layout.num_slabs - 1:
-            raise OptionError(
-                f"max_model_len={scheduler_config.max_model_len} needs {needed + 1} slabs of {layout.slab_bytes} bytes "
-                f"with the null slab, the memory holds {layout.num_slabs}: lower max_model_len or set "
-                f"kv_cache_memory_bytes to at least {(needed + 1) * layout.slab_bytes}"
-            )
+        self._check_room(scheduler_config.max_model_len)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -170,6 +174,17 @@ class EngineCore:
     def _check_sound(self) -> None:
         if self._broken:
             raise EngineError("an earlier step was left in the middle, so its counts are open: make a new engine")
+
+    def _check_room(self, max_model_len: int) -> None:
+        """Refuse to start where the longest request does not fit alone."""
+        layout = self.layout
+        needed = self.manager.slabs_alone(max_model_len)
+        if needed > layout.num_slabs - 1:
+            raise OptionError(
+                f"max_model_len={max_model_len} needs {needed + 1} slabs of {layout.slab_bytes} bytes "
+                f"with the null slab, the memory holds {layout.num_slabs}: lower max_model_len or set "
+                f"kv_cache_memory_bytes to at least {(needed + 1) * layout.slab_bytes}"
+            )
 
     def _poll(self) -> None:
         stops, self._stops = self._stops, []
