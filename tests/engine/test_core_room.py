@@ -12,7 +12,7 @@ from dalsegno.errors import OptionError, RequestError
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.kv.tables import ComputedBlocks, RequestBlocks
 from dalsegno.request import Request
-from dalsegno.testing.builders import layout_alone, make_core, make_cut, make_layout, make_request, run_all
+from dalsegno.testing.builders import layout_alone, make_core, make_cut, make_layout, make_request, run_all, steps
 from dalsegno.testing.fake_worker import FakeWorker, expected_tokens
 
 MAX_MODEL_LEN = 300
@@ -113,8 +113,7 @@ def test_a_request_that_starts_over_packed_has_the_engine_to_itself() -> None:
     for request in requests:
         core.add_request(request)
     beside = set()
-    while core.has_unfinished_requests:
-        core.step()
+    for _ in steps(core):
         running = core.scheduler.running
         if any(request.packed for request in running):
             beside.add(len(running))

@@ -6,7 +6,7 @@ from dalsegno.config import CacheConfig
 from dalsegno.engine.core import EngineCore
 from dalsegno.request import FinishReason, Request
 from dalsegno.sampling_params import SamplingParams
-from dalsegno.testing.builders import layout_alone, make_core, make_cut, make_request, run_all
+from dalsegno.testing.builders import layout_alone, make_core, make_cut, make_request, run_all, steps
 from dalsegno.testing.fake_worker import FakeWorker, expected_tokens
 
 UNIT = 16
@@ -87,8 +87,7 @@ def test_samples_beyond_the_limit_wait_and_find_the_prompt_cached(max_num_seqs: 
     core = engine(max_num_seqs=max_num_seqs)
     samples = samples_of(request := make_request("r", range(70), 12, n=5))
     core.add_request(request)
-    while core.has_unfinished_requests:
-        core.step()
+    for _ in steps(core):
         assert len(core.scheduler.running) <= max_num_seqs
     assert_right(core, samples)
     # Who could not start beside the first resumes behind the prompt's last boundary.

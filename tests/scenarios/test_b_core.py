@@ -7,7 +7,7 @@ import pytest
 from dalsegno.config import CacheConfig
 from dalsegno.engine.core import EngineCore
 from dalsegno.request import FinishReason
-from dalsegno.testing.builders import layout_alone, make_cut
+from dalsegno.testing.builders import layout_alone, make_cut, run_all, steps
 from dalsegno.types import ScheduledRequest, StepPlan, StepResult
 from tests.engine.core_workload import quiet_log
 from tests.scenarios.toy import B, H, Toy, random_prompt
@@ -60,8 +60,7 @@ def test_a_tails_boundary_stays_valid_while_its_block_fills() -> None:
     prompt = random_prompt(40)
     request = toy.request(prompt, 60)
     toy.core.add_request(request)
-    while toy.core.has_unfinished_requests:
-        toy.core.step()
+    for _ in steps(toy.core):
         assert toy.hit(prompt) == 32
         assert toy.hit([*prompt[:33], 1, 2, 3]) == 32
         tail = toy.core.manager.index.find(0, request.block_hashes[1])
@@ -115,8 +114,7 @@ def test_a_published_block_is_copied_and_not_taken_over(held_by: str) -> None:
     assert [(copy.source, copy.num_tokens) for copy in plan.copies] == [(source, 32)] * len(hits)
     assert source not in {copy.target for copy in plan.copies}
     toy.core.scheduler.commit(plan, toy.worker.execute(plan), 0.0)
-    while toy.core.has_unfinished_requests:
-        toy.core.step()
+    run_all(toy.core)
     toy.check(*hits, request)
 
 
@@ -141,8 +139,8 @@ def test_a_worker_that_copies_after_the_forward_is_found_out(monkeypatch: pytest
     request = toy.request([*prompt, 5, 6], 3)
     toy.core.add_request(request)
     with quiet_log():
-        while toy.core.has_unfinished_requests:
-            toy.core.step()
+        for _ in steps(toy.core):
+            pass
     assert "poisoned" in (request.error or "")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dalsegno.config import CacheConfig
 from dalsegno.request import FinishReason, Request
-from dalsegno.testing.builders import STALL_STEPS, layout_alone, make_cut
+from dalsegno.testing.builders import layout_alone, make_cut, run_all, steps
 from tests.kv.driver import snapshot
 from tests.scenarios.toy import B, Toy, random_prompt
 
@@ -57,8 +57,7 @@ def run_unchecked(toy: Toy, request: Request) -> None:
     """Serve a request while somebody holds a block from outside, so that the engine is never idle."""
     toy.core._debug = False
     toy.core.add_request(request)
-    while toy.core.has_unfinished_requests:
-        toy.core.step()
+    for _ in steps(toy.core):
         toy.core.manager.verify()
     toy.core._debug = True
     assert request.output_token_ids == toy.cold(request)
@@ -82,9 +81,6 @@ def test_fifty_requests_through_a_pool_of_hardly_more_than_one_all_end_right(see
         toy.core.add_request(requests[-1])
         for _ in range(rng.randrange(6)):
             toy.core.step()
-    idle = 0
-    while toy.core.has_unfinished_requests:
-        idle = 0 if any(update.new_token_ids for update in toy.core.step()) else idle + 1
-        assert idle < STALL_STEPS
+    run_all(toy.core)
     assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
     toy.check(*requests)

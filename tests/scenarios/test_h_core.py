@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from dalsegno.testing.builders import run_all, steps
 from dalsegno.testing.fake_worker import expected_tokens
 from tests.scenarios.toy import H, Toy, random_prompt
 
@@ -20,8 +21,7 @@ def test_a_reset_is_refused_while_requests_run_and_says_so() -> None:
     toy.core.step()
     assert toy.core.reset_prefix_cache() is False
     assert toy.hit(prompt) == 144
-    while toy.core.has_unfinished_requests:
-        toy.core.step()
+    run_all(toy.core)
     toy.check(running)
     assert toy.core.reset_prefix_cache() is True
     assert toy.hit(prompt) == 0
@@ -70,8 +70,7 @@ def test_a_salted_prompt_shares_no_block_with_its_unsalted_twin() -> None:
     toy.core.step()
     tables = [set(toy.core.manager.block_tables(request)[0]) for request in (plain, salted)]
     assert not tables[0] & tables[1]
-    while toy.core.has_unfinished_requests:
-        toy.core.step()
+    run_all(toy.core)
     toy.check(plain, salted)
 
 
@@ -111,11 +110,8 @@ def test_tokens_a_preemption_recomputes_change_no_answer() -> None:
     toy = Toy(budget=64)
     request = toy.request(random_prompt(150), 40)
     toy.core.add_request(request)
-    steps = 0
-    while toy.core.has_unfinished_requests:
-        toy.core.step()
-        steps += 1
-        if steps % 7 == 0 and toy.core.scheduler.running:
+    for number, _ in enumerate(steps(toy.core)):
+        if number % 7 == 6 and toy.core.scheduler.running:
             toy.core.scheduler._preempt(request)
     toy.check(request)
     assert request.num_preemptions >= 5

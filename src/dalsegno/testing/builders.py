@@ -1,6 +1,6 @@
 """Small layouts, requests and engine cores for tests, each with defaults that a test overrides where it cares."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dalsegno.config import CacheConfig, SchedulerConfig
@@ -23,6 +23,7 @@ __all__ = [
     "make_layout",
     "make_request",
     "run_all",
+    "steps",
 ]
 
 GROUP_KINDS = {"a": GroupKind.ATTENTION, "w": GroupKind.WINDOW, "s": GroupKind.STATE}
@@ -134,17 +135,21 @@ def make_core(
     return EngineCore(worker, worker.clock, layout, config, scheduler_config, debug=True)
 
 
-def run_all(core: EngineCore, requests: Iterable[Request] = ()) -> list[RequestUpdate]:
-    """Add requests, run the engine until it is idle and return all updates; fails when no token comes for long."""
-    for request in requests:
-        core.add_request(request)
-    updates: list[RequestUpdate] = []
+def steps(core: EngineCore) -> Iterator[list[RequestUpdate]]:
+    """Step until the engine is idle, yielding each step's updates; fails when no token comes for long."""
     idle = 0
     while core.has_unfinished_requests:
-        new = core.step()
-        updates += new
-        idle = 0 if any(update.new_token_ids or update.finished for update in new) else idle + 1
+        updates = core.step()
+        idle = 0 if any(update.new_token_ids or update.finished for update in updates) else idle + 1
         assert idle < STALL_STEPS, f"no token for {idle} steps: {core.stats()}"
+        yield updates
+
+
+def run_all(core: EngineCore, requests: Iterable[Request] = ()) -> list[RequestUpdate]:
+    """Add requests, run the engine until it is idle and return all updates; no request may end with an error."""
+    for request in requests:
+        core.add_request(request)
+    updates = [update for new in steps(core) for update in new]
     for update in updates:
         assert update.request.finish_reason is not FinishReason.ERROR, update.request.error
     return updates
