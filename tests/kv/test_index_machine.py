@@ -192,6 +192,15 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.is_dead(group, block) == (not usable)
 
     @invariant()
+    def attention_reaches_as_far_as_it_is_published_without_a_hole(self) -> None:
+        attention = self.group_of(GroupKind.ATTENTION)
+        for writer in self.writers:
+            reachable = [count for count in range(len(writer.prefix) + 1) if self.is_reachable(writer.prefix[:count])]
+            for limit in (0, len(writer.prefix) // 2 * UNIT, len(writer.prefix) * UNIT):
+                expected = {attention: min(limit, reachable[-1] * UNIT)} if attention is not None else {}
+                assert self.index.attention_reach(self.hashes(writer.prefix), limit) == expected
+
+    @invariant()
     def what_a_block_vouches_for_is_in_order(self) -> None:
         for group, block in self.accepted:
             boundaries = [node.boundary for node in self.index.vouched(group, block)]

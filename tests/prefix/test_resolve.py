@@ -176,6 +176,25 @@ def test_resolve_finds_the_boundary_of_the_definition(
 
 
 @given(cases())
+def test_a_reach_that_is_known_changes_no_boundary_and_saves_all_questions(
+    case: tuple[list[Group], list[frozenset[int]], int, int],
+) -> None:
+    groups, keys, n, unit = case
+    answer = tier(groups, keys, n, unit)
+    reach = {
+        index: max(p for p in range(0, n, unit) if can_restore(index, one, p, answer))
+        for index, one in enumerate(groups)
+        if one.kind is GroupKind.ATTENTION and one.prefix == "fine"
+    }
+
+    def contains(group: int, block_index: int, boundary: int) -> bool:
+        assert group not in reach, "asked although its reach is known"
+        return answer(group, block_index, boundary)
+
+    assert resolve(groups, unit, n - 1, contains, reach) == resolve(groups, unit, n - 1, answer)
+
+
+@given(cases())
 def test_questions_stay_within_the_limit(case: tuple[list[Group], list[frozenset[int]], int, int]) -> None:
     groups, keys, n, unit = case
     answer = tier(groups, keys, n, unit)
