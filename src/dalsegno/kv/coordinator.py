@@ -80,6 +80,8 @@ class Coordinator:
             needs[group.spec.group_id] = max(0, group.num_blocks(num_tokens) - len(blocks.tables[group.spec.group_id]))
         if self.state is not None and blocks.state is not None and self.state.needs_block(blocks.state):
             needs[self.state.group_id] = 1
+        if not any(needs):
+            return True
         taken = self.pool.allocate(needs, _last_blocks(blocks.tables))
         if taken is None:
             return False
