@@ -13,7 +13,7 @@ from tests.sweep.oracle import HitOracle
 UNIT = 16
 
 
-@pytest.mark.parametrize("seed", range(20 if LONG else 1))
+@pytest.mark.parametrize("seed", range(6 if LONG else 1))
 @pytest.mark.parametrize("interval", [0, UNIT, 3 * UNIT])
 @pytest.mark.parametrize("budget", [7, 24, 1000])
 @pytest.mark.parametrize(("kinds", "units_per_block"), [("as", 1), ("as", 4), ("aas", 64), ("a", 2)])
