@@ -161,6 +161,6 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
         },
         "requests": {request_id: copy.deepcopy(blocks) for request_id, blocks in manager.requests.items()},
         "in flight": list(manager.copies_in_flight),
-        "pins": dict(manager.hand_offs.pins),
+        "pins": dict(manager.pins.counts),
         "counters": dict(manager.counters),
     }

@@ -1,9 +1,11 @@
 """Hand-offs: made only for somebody, of exactly what the index vouches for, pinned until given back."""
 
+from collections.abc import Iterable
+
 import pytest
 
 from dalsegno.config import CacheConfig
-from dalsegno.kv.hand_off import HandOffEntry
+from dalsegno.kv.hand_off import HandOff, HandOffEntry
 from dalsegno.kv.verify import census
 from dalsegno.request import Request
 from dalsegno.testing.builders import make_layout
@@ -13,17 +15,21 @@ UNIT = 16
 
 
 class Sink:
-    """A connector that saves what it is asked about, except for requests it was told not to."""
+    """A connector that saves what it is asked about, except for requests it was told not to.
+
+    Attributes:
+        stored: per group, tokens from the prompt's beginning that are known stored.
+    """
 
     def __init__(self, saves: bool = True) -> None:
         self._saves = saves
-        self.stored: set[tuple[int, int]] = set()
+        self.stored: dict[int, int] = {}
 
-    def saves(self, request: Request) -> bool:
+    def saves(self, request: Request, boundary: int) -> bool:
         return self._saves
 
-    def is_known_stored(self, group: int, block: int) -> bool:
-        return (group, block) in self.stored
+    def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
+        return min(boundary, max(self.stored.get(group_id, 0), listed))
 
 
 def driver(kinds: str = "as", sink: Sink | None = None, *, block_size: int = 2 * UNIT, caching: bool = True) -> Driver:
@@ -48,8 +54,16 @@ def by_group(entries: list[HandOffEntry]) -> dict[int, list[int]]:
     return groups
 
 
+def entries_of(hand_offs: Iterable[HandOff]) -> list[HandOffEntry]:
+    return [entry for hand_off in hand_offs for entry in hand_off.entries]
+
+
+def release(case: Driver, entries: list[HandOffEntry]) -> None:
+    case.manager.pins.unpin([(group, block) for group, block, _ in entries])
+
+
 def taken(case: Driver) -> list[HandOffEntry]:
-    return [entry for entries in case.manager.take_partial_tail_offloads().values() for entry in entries]
+    return entries_of(hand_off for made in case.manager.take_partial_tail_offloads().values() for hand_off in made)
 
 
 @pytest.mark.parametrize("why", ["no connector", "not saved", "caching off"])
@@ -57,7 +71,7 @@ def test_nothing_is_made_or_pinned_when_nobody_saves_it(why: str) -> None:
     case = driver(sink=None if why == "no connector" else Sink(saves=why != "not saved"), caching=why != "caching off")
     request = prefill(case, 70)
     assert case.manager.take_partial_tail_offloads() == {}
-    assert not case.manager.hand_offs.pins
+    assert not case.manager.pins.counts
     case.manager.publish_last_state(request, finished=True)
     assert not case.manager.finalize_partial_tail_offloads(request)
     case.manager.free(request)
@@ -92,7 +106,7 @@ def test_a_hand_off_names_the_blocks_the_index_vouches_for_and_pins_each() -> No
     request = prefill(case, 63)
     for group, block, boundary in taken(case):
         assert block == case.manager.index.find(group, request.block_hashes[boundary // UNIT - 1])
-        assert case.manager.hand_offs.pins[group, block] == 1
+        assert case.manager.pins.counts[group, block] == 1
     case.check()
 
 
@@ -109,7 +123,7 @@ def test_what_a_request_that_ends_leaves_behind_is_given_out_once() -> None:
     case = driver(sink=Sink())
     request = prefill(case, 40)
     case.manager.publish_last_state(request, finished=True)
-    assert by_group(list(case.manager.finalize_partial_tail_offloads(request))) == {0: [32], 1: [32]}
+    assert by_group(entries_of(case.manager.finalize_partial_tail_offloads(request))) == {0: [32], 1: [32]}
     assert not case.manager.finalize_partial_tail_offloads(request)
 
 
@@ -121,7 +135,7 @@ def test_an_answer_is_handed_off_when_the_request_ends() -> None:
         case.compute(request)
         assert case.manager.take_partial_tail_offloads() == {}, "an answer's state is private until the end"
     case.manager.publish_last_state(request, finished=True)
-    assert by_group(list(case.manager.finalize_partial_tail_offloads(request))) == {0: [64, 80], 1: [80]}
+    assert by_group(entries_of(case.manager.finalize_partial_tail_offloads(request))) == {0: [32, 64, 80], 1: [80]}
 
 
 def test_a_preempted_request_hands_nothing_off() -> None:
@@ -132,23 +146,23 @@ def test_a_preempted_request_hands_nothing_off() -> None:
     census(case.manager)
 
 
-def test_full_blocks_are_handed_off_once_and_a_grown_tail_again() -> None:
+def test_what_is_not_known_stored_is_handed_off_again_and_so_is_a_grown_tail() -> None:
     case = driver(sink=Sink())
     request = case.new("r", range(100), checkpoint_at=(48,))
     assert case.admit(request, 48)
     case.step({request: 48})
     assert by_group(taken(case)) == {0: [32, 48], 1: [48]}
     case.compute(request)
-    assert by_group(taken(case)) == {0: [64, 96], 1: [96]}
+    assert by_group(taken(case)) == {0: [32, 64, 96], 1: [96]}
 
 
 def test_what_is_known_stored_is_left_out() -> None:
     sink = Sink()
     case = driver(sink=sink)
     request = prefill(case, 40)
-    case.manager.release_hand_off(taken(case))
+    release(case, taken(case))
     case.finish(request)
-    sink.stored |= {(0, case.manager.index.find(0, request.block_hashes[1]))}
+    sink.stored[0] = 32
     again = case.new("again", [*range(40), *range(500, 530)])
     assert case.admit(again)
     case.step({again: 38})
@@ -162,9 +176,10 @@ def test_pins_outlive_the_request_and_end_with_their_release() -> None:
     case.finish(request)
     assert all(case.manager.pool.num_references(group, block) == 1 for group, block, _ in entries)
     case.check()
-    assert not case.manager.reset_prefix_cache(), "a reset took blocks a job holds"
-    case.manager.release_hand_off(entries[:1])
-    case.manager.release_hand_off(entries[1:])
+    assert case.manager.reset_prefix_cache()
+    assert all(case.manager.pool.num_references(group, block) == 1 for group, block, _ in entries), "a reset took a pin"
+    release(case, entries[:1])
+    release(case, entries[1:])
     census(case.manager)
 
 
@@ -178,9 +193,9 @@ def test_a_pin_is_not_given_back_twice() -> None:
     case = driver(sink=Sink())
     prefill(case, 70)
     entries = taken(case)
-    case.manager.release_hand_off(entries)
-    with pytest.raises(AssertionError, match="no hand-off pin"):
-        case.manager.release_hand_off(entries)
+    release(case, entries)
+    with pytest.raises(AssertionError, match="has no pin"):
+        release(case, entries)
 
 
 def test_a_boundary_some_group_cannot_restore_is_not_handed_off() -> None:
@@ -189,7 +204,7 @@ def test_a_boundary_some_group_cannot_restore_is_not_handed_off() -> None:
     taken(case)
     state = case.manager.index.find(1, request.block_hashes[3])
     case.manager.pool.unpublish(1, state)
-    assert case.manager.hand_offs.make(request.block_hashes, 64, 0) == []
+    assert case.manager.hand_offs.make(request, 64, 0) is None
 
 
 def test_a_frozen_block_that_is_handed_off_is_not_written_again() -> None:

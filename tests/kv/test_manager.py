@@ -405,7 +405,7 @@ def test_a_sample_that_thaws_the_prompts_state_owes_nothing_for_it() -> None:
     case.finish(parent)
     taken = case.manager.pool.allocate([1, 0], [0, 0])
     assert taken is not None
-    case.manager.hand_offs.pins[0, taken[0][0]] += 1
+    case.manager.pins.adopt(0, taken[0][0])
     assert case.manager.allocate_slots(child, 1) is not None
     case.step({child: 1})
     assert case.manager.counters["boundary_states_thawed"] == 1

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dalsegno.config import CacheConfig
-from dalsegno.kv.hand_off import HandOffEntry
+from dalsegno.kv.hand_off import HandOff, HandOffEntry
 from dalsegno.kv.verify import census
 from dalsegno.request import Request
 from dalsegno.testing.builders import make_cut
-from dalsegno.types import NULL_BLOCK
+from dalsegno.types import NULL_BLOCK, BlockHash
 from tests.kv.driver import Driver, snapshot
 
 UNIT = 4
@@ -22,16 +22,18 @@ MAX_TOKENS = 60
 
 
 class Sink:
-    """A connector that wants everything but what it was told is stored."""
+    """A connector that wants everything but what it was told is stored, by group and hash of a block's end."""
 
     def __init__(self) -> None:
-        self.stored: set[tuple[int, int]] = set()
+        self.stored: set[tuple[int, BlockHash]] = set()
 
-    def saves(self, request: Request) -> bool:
+    def saves(self, request: Request, boundary: int) -> bool:
         return request.priority == 0
 
-    def is_known_stored(self, group: int, block: int) -> bool:
-        return (group, block) in self.stored
+    def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
+        ends = range(listed - listed % UNIT, boundary + 1, UNIT)
+        stored = (end for end in ends if end and (group_id, request.block_hashes[end // UNIT - 1]) not in self.stored)
+        return min(boundary, max(0, next(stored, boundary) - UNIT))
 
 
 class ManagerMachine(RuleBasedStateMachine):
@@ -85,7 +87,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.manager.bind_connector(self.sink)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.taken: list[HandOffEntry] = []
+        self.taken: list[tuple[HandOffEntry, BlockHash]] = []
         self.seen: list[list[int]] = [[]]
         self.num_requests = 0
 
@@ -220,29 +222,31 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # Hand-offs.
 
-    def take(self, entries: Sequence[HandOffEntry], request: Request) -> None:
-        assert not entries or (self.manager.hand_offs.sink is not None and self.sink.saves(request))
+    def take(self, hand_offs: Sequence[HandOff], request: Request) -> None:
+        assert not hand_offs or self.manager.hand_offs.sink is not None
+        assert all(self.sink.saves(request, hand_off.boundary) for hand_off in hand_offs)
+        entries = [entry for hand_off in hand_offs for entry in hand_off.entries]
         for group, block, boundary in entries:
             assert block != NULL_BLOCK
             assert block == self.manager.index.find(group, request.block_hashes[boundary // UNIT - 1])
             assert self.manager.pool.num_references(group, block) > 0
-        self.taken += entries
+        self.taken += ((entry, request.block_hashes[entry[2] // UNIT - 1]) for entry in entries)
 
     @precondition(lambda self: any(blocks.hand_offs for blocks in self.manager.requests.values()))
     @rule()
     def take_hand_offs(self) -> None:
         by_id = {request.request_id: request for request in self.running}
-        for request_id, entries in self.manager.take_partial_tail_offloads().items():
-            self.take(entries, by_id[request_id])
+        for request_id, hand_offs in self.manager.take_partial_tail_offloads().items():
+            self.take(hand_offs, by_id[request_id])
         assert not self.manager.take_partial_tail_offloads(), "hand-offs were given out twice"
 
     @precondition(lambda self: self.taken)
     @rule(draw=st.data(), is_stored=st.booleans())
     def release_hand_off(self, draw: st.DataObject, is_stored: bool) -> None:
-        entry = self.taken.pop(draw.draw(st.integers(0, len(self.taken) - 1)))
-        self.manager.release_hand_off([entry])
-        if is_stored and self.manager.index.is_published(entry[0], entry[1]):
-            self.sink.stored.add(entry[:2])
+        (group, block, _), block_hash = self.taken.pop(draw.draw(st.integers(0, len(self.taken) - 1)))
+        self.manager.pins.unpin([(group, block)])
+        if is_stored:
+            self.sink.stored.add((group, block_hash))
 
     # The whole.
 
@@ -250,14 +254,15 @@ class ManagerMachine(RuleBasedStateMachine):
     def reset(self, often: int) -> None:
         if often:
             return
-        in_use = bool(self.running or self.taken or self.manager.hand_offs.pins)
+        in_use = bool(self.running)
         before = snapshot(self.manager)
         assert self.manager.reset_prefix_cache() == (not in_use)
         if in_use:
             assert snapshot(self.manager) == before, "a refused reset changed something"
         else:
             assert len(self.manager.index) == 0
-            assert self.manager.pool.counts()["num_empty_slabs"] == self.manager.pool.num_slabs - 1
+            held = self.manager.pins.num_slabs
+            assert self.manager.pool.counts()["num_empty_slabs"] == self.manager.pool.num_slabs - 1 - held
 
     @invariant()
     def counts_and_published_bytes_are_right(self) -> None:
@@ -273,7 +278,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         for request in self.running:
             self.driver.finish(request)
-        self.manager.release_hand_off(self.taken)
+        self.manager.pins.unpin([entry[:2] for entry, _ in self.taken])
         self.driver.check()
         census(self.manager)
 

@@ -19,7 +19,7 @@ FAULTS: dict[str, Fault] = {
     "a table that lost a block": lambda m: m.requests["r"].tables[0].pop(),
     "a state nobody owns": lambda m: setattr(m.requests["r"].state, "current", 0),
     "a copy nobody pinned": lambda m: m.copies_in_flight.append(("r", BlockCopy(0, 1, 2, 3))),
-    "a hand-off nobody pinned": lambda m: m.hand_offs.pins.update({(0, 1): 1}),
+    "a hand-off nobody pinned": lambda m: m.pins.counts.update({(0, 1): 1}),
     "a miscounted slab": lambda m: setattr(m.pool, "reclaimable", m.pool.reclaimable + 1),
     "a miscounted open block": lambda m: m.pool.open.__setitem__(0, m.pool.open[0] - 1),
     "a slab bound to nobody": lambda m: m.pool.bound.__setitem__(m.pool.bound.index(0), -1),
@@ -65,7 +65,6 @@ def test_a_census_finds_what_a_request_left_behind() -> None:
     case.manager.requests.clear()
     census(case.manager)
     block = next(iter(case.manager.index.published(0)))
-    case.manager.pool.pin(0, block)
-    case.manager.hand_offs.pins[0, block] += 1
+    case.manager.pins.pin(0, block)
     with pytest.raises(AssertionError, match="references left"):
         census(case.manager)

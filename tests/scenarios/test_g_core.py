@@ -42,13 +42,12 @@ def test_eviction_around_blocks_that_one_group_alone_holds_keeps_every_count(hel
     manager.start_request(probe)
     group = 0 if held == "attention" else 1
     block = manager.index.find(group, probe.block_hashes[11])
-    manager.pool.pin(group, block)
-    manager.hand_offs.pins[group, block] += 1
+    manager.pins.pin(group, block)
     for seed in range(6):
         run_unchecked(toy, toy.request(random_prompt(250, seed), 20))
         manager.verify()
         assert manager.index.is_published(group, block)
-    manager.release_hand_off([(group, block, 192)])
+    manager.pins.unpin([(group, block)])
     manager.verify()
     toy.send(prompt, 5)
 

@@ -4,83 +4,112 @@ A hand-off's blocks are those the index vouches for under the boundary's hashes,
 made, and nothing is pinned, when nothing will save it.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from dalsegno.kv.index import PrefixIndex
-from dalsegno.kv.pool import SlabPool
+from dalsegno.kv.layout import GroupSpec
+from dalsegno.kv.pins import BlockPins
 from dalsegno.prefix.resolve import window_first_block
 from dalsegno.request import Request
-from dalsegno.types import NULL_BLOCK, BlockHash
+from dalsegno.types import NULL_BLOCK
 
-__all__ = ["HandOffEntry", "HandOffSink", "HandOffs"]
+__all__ = ["HandOff", "HandOffEntry", "HandOffSink", "HandOffs"]
 
 HandOffEntry = tuple[int, int, int]
-"""(group, block, boundary)."""
+"""(group, block, boundary): the block vouches for everything in it up to the boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """A boundary and what restores it, as far as it is not stored yet; each entry carries one pin.
+
+    Attributes:
+        boundary: tokens restored.
+        entries: paged groups first, block by block, and the state last.
+    """
+
+    boundary: int
+    entries: tuple[HandOffEntry, ...]
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """The pins: (group, block) of each entry."""
+        return [(group, block) for group, block, _ in self.entries]
 
 
 class HandOffSink(Protocol):
-    """What the KV manager asks of a bound connector. Both calls are pure and made on the engine thread."""
+    """What the KV manager asks of a bound connector. Both calls change nothing and are made on the engine thread."""
 
-    def saves(self, request: Request) -> bool:
-        """Whether anything of this request will be stored."""
+    def saves(self, request: Request, boundary: int) -> bool:
+        """Whether `boundary` of this request will be stored."""
         ...
 
-    def is_known_stored(self, group: int, block: int) -> bool:
-        """Whether a store has answered OK or EXISTS for this published block."""
+    def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
+        """The token from which on a group's blocks below `boundary` must be listed; `boundary` for none.
+
+        Args:
+            request: whose hashes name the tokens.
+            group_id: the group; for a state group the answer is 0 (needed) or `boundary` (known stored).
+            boundary: of the hand-off that is made.
+            listed: tokens an earlier hand-off of the same commit covers.
+        """
         ...
 
 
 class HandOffs:
-    """Makes hand-offs and counts their pins until the connector gives them back."""
+    """Makes hand-offs for the sink, if there is one."""
 
-    def __init__(self, pool: SlabPool, index: PrefixIndex) -> None:
-        """Pin in `pool` what `index` vouches for; makes nothing until a sink is bound."""
-        self._pool = pool
+    def __init__(self, pins: BlockPins, index: PrefixIndex) -> None:
+        """Pin what `index` vouches for; makes nothing until a sink is bound."""
+        self._pins = pins
         self._index = index
         self.sink: HandOffSink | None = None
-        self.pins: Counter[tuple[int, int]] = Counter()
 
-    def wanted(self, request: Request) -> bool:
-        """Whether a hand-off of this request would be saved by anybody."""
-        return self.sink is not None and self.sink.saves(request)
+    def wanted(self, request: Request, boundary: int) -> bool:
+        """Whether a hand-off at this boundary would be saved by anybody."""
+        return self.sink is not None and self.sink.saves(request, boundary)
 
-    def make(self, hashes: Sequence[BlockHash], boundary: int, handed_off: int) -> list[HandOffEntry]:
-        """Collect and pin what restores `boundary`; full blocks below `handed_off` tokens were handed off before.
+    def make(self, request: Request, boundary: int, listed: int) -> HandOff | None:
+        """Collect and pin what restores `boundary`.
+
+        Args:
+            request: whose blocks they are.
+            boundary: a multiple of H that the request has computed.
+            listed: tokens an earlier hand-off of the same commit covers.
 
         Returns:
-            The entries, full blocks first and the state last, or nothing when some group does not vouch for it.
+            The hand-off, or None when some group does not vouch for what it needs.
         """
         assert self.sink is not None, "a hand-off without a connector"
         entries: list[HandOffEntry] = []
-        for group in self._index.groups:
+        for group in sorted(self._index.groups, key=lambda group: group.is_state):
             if group.prefix == "none":
                 continue
-            ends = [boundary]
-            if not group.is_state:
-                size = group.block_size
-                first = handed_off // size
-                if group.window is not None:
-                    first = max(first, window_first_block(boundary, group.window, size))
-                ends = [min((block + 1) * size, boundary) for block in range(first, -(-boundary // size))]
-            for end in ends:
-                block = self._index.find(group.group_id, hashes[end // self._index.unit - 1])
+            first = self.sink.first_needed(request, group.group_id, boundary, listed)
+            for end in _ends(group, first, boundary):
+                block = self._index.find(group.group_id, request.block_hashes[end // self._index.unit - 1])
                 if block == NULL_BLOCK:
-                    return []
-                if not self.sink.is_known_stored(group.group_id, block):
-                    entries.append((group.group_id, block, end))
-        entries.sort(key=lambda entry: self._index.groups[entry[0]].is_state)
+                    return None
+                entries.append((group.group_id, block, end))
         for group_id, block, _ in entries:
-            self._pool.pin(group_id, block)
-            self.pins[group_id, block] += 1
-        return entries
+            self._pins.pin(group_id, block)
+        return HandOff(boundary, tuple(entries))
 
-    def release(self, entries: Iterable[HandOffEntry]) -> None:
-        """Give pins back, one per entry: the connector is done with the blocks."""
-        for group_id, block, _ in entries:
-            assert self.pins[group_id, block] > 0, f"block {block} of group {group_id} has no hand-off pin"
-            self.pins[group_id, block] -= 1
-            if not self.pins[group_id, block]:
-                del self.pins[group_id, block]
-            self._pool.unpin(group_id, block)
+    def release(self, hand_offs: Iterable[HandOff]) -> None:
+        """Give the pins back: nobody needs the blocks any more."""
+        for hand_off in hand_offs:
+            self._pins.unpin(hand_off.blocks())
+
+
+def _ends(group: GroupSpec, first_token: int, boundary: int) -> list[int]:
+    """Where the blocks that cover `[first_token, boundary)` end, as far as the boundary needs them."""
+    if first_token >= boundary:
+        return []
+    if group.is_state:
+        return [boundary]
+    size = group.block_size
+    first = first_token // size
+    if group.window is not None:
+        first = max(first, window_first_block(boundary, group.window, size))
+    return [min((block + 1) * size, boundary) for block in range(first, -(-boundary // size))]

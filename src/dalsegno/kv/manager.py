@@ -14,11 +14,12 @@ from dalsegno.hashing.recent import RecentHashes
 from dalsegno.hit_report import HitReport, LostReason
 from dalsegno.kv.coordinator import Coordinator
 from dalsegno.kv.eviction import EvictionPolicy, LeastRecentlyUsed
-from dalsegno.kv.hand_off import HandOffEntry, HandOffSink
+from dalsegno.kv.hand_off import HandOff, HandOffSink
 from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.kv.lookup import EvictedRing, explain_hit, find_hit, junction_of
 from dalsegno.kv.paged_group import PagedGroup
+from dalsegno.kv.pins import BlockPins
 from dalsegno.kv.pool import SlabPool
 from dalsegno.kv.publisher import Publisher, hash_at
 from dalsegno.kv.state_group import StateGroup
@@ -60,6 +61,7 @@ class KVCacheManager:
         self.unit = config.hash_block_size
         self.index = PrefixIndex(layout.groups, self.unit)
         self.pool = SlabPool(layout, self.index, policy(self.index), slab_reserve)
+        self.pins = BlockPins(self.pool)
         self.evicted = EvictedRing()
         self.pool.on_evict = lambda group, block, nodes: self.evicted.add(group, nodes)
         self.paged = [PagedGroup(group, self.pool, self.index) for group in layout.paged_groups]
@@ -69,7 +71,7 @@ class KVCacheManager:
         self.requests: dict[str, RequestBlocks] = {}
         self.copies_in_flight: list[tuple[str, BlockCopy]] = []
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        self.publisher = Publisher(config, self.pool, self.index, self.paged, self.state, self.counters)
+        self.publisher = Publisher(config, self.pool, self.pins, self.index, self.paged, self.state, self.counters)
         self.hand_offs = self.publisher.hand_offs
         self._recent = RecentHashes(self.unit)
 
@@ -251,28 +253,27 @@ class KVCacheManager:
         """Make hand-offs for `sink` from now on."""
         self.hand_offs.sink = sink
 
-    def take_partial_tail_offloads(self) -> Mapping[str, Sequence[HandOffEntry]]:
+    def take_partial_tail_offloads(self) -> Mapping[str, Sequence[HandOff]]:
         """Return and consume the hand-offs made since the last call for requests that go on; the pins pass along."""
         taken = {request_id: blocks.hand_offs for request_id, blocks in self.requests.items() if blocks.hand_offs}
         for request_id in taken:
             self.requests[request_id].hand_offs = []
         return taken
 
-    def finalize_partial_tail_offloads(self, request: Request) -> Sequence[HandOffEntry]:
+    def finalize_partial_tail_offloads(self, request: Request) -> Sequence[HandOff]:
         """Return and consume the hand-offs of a request that ends, before `free`; a second call returns nothing."""
         blocks = self.requests[request.request_id]
         taken, blocks.hand_offs = blocks.hand_offs, []
         return taken
 
-    def release_hand_off(self, entries: Sequence[HandOffEntry]) -> None:
-        """Give back the pins of entries that were taken."""
-        self.hand_offs.release(entries)
-
     # The whole.
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing changed, while anything is in use."""
-        if self.requests or self.hand_offs.pins:
+        """Forget all cached prefixes; False, and nothing changed, while a request holds blocks.
+
+        What is pinned keeps its bytes until the pin is given back.
+        """
+        if self.requests:
             return False
         for group in range(len(self.layout.groups)):
             for block in list(self.index.published(group)):

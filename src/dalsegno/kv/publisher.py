@@ -11,6 +11,7 @@ from dalsegno.hashing.block_hash import extend_block_hashes
 from dalsegno.kv.hand_off import HandOffs
 from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.paged_group import PagedGroup
+from dalsegno.kv.pins import BlockPins
 from dalsegno.kv.pool import SlabPool
 from dalsegno.kv.state_group import StateGroup
 from dalsegno.kv.tables import RequestBlocks
@@ -32,13 +33,14 @@ class Publisher:
         self,
         config: CacheConfig,
         pool: SlabPool,
+        pins: BlockPins,
         index: PrefixIndex,
         paged: Sequence[PagedGroup],
         state: StateGroup | None,
         counters: Counter[str],
     ) -> None:
         """Publish blocks of `pool` in `index`."""
-        self.hand_offs = HandOffs(pool, index)
+        self.hand_offs = HandOffs(pins, index)
         self._config = config
         self._unit = config.hash_block_size
         self._pool = pool
@@ -118,9 +120,9 @@ class Publisher:
         return is_new
 
     def _hand_off(self, request: Request, blocks: RequestBlocks, boundary: int) -> None:
-        if not self.hand_offs.wanted(request):
+        if not self.hand_offs.wanted(request, boundary):
             return
-        entries = self.hand_offs.make(request.block_hashes, boundary, blocks.handed_off)
-        if entries:
-            blocks.hand_offs += entries
-            blocks.handed_off = boundary
+        listed = blocks.hand_offs[-1].boundary if blocks.hand_offs else 0
+        hand_off = self.hand_offs.make(request, boundary, listed)
+        if hand_off is not None:
+            blocks.hand_offs.append(hand_off)

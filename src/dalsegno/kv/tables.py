@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dalsegno.kv.hand_off import HandOff
 from dalsegno.types import NULL_BLOCK, BlockCopy, BlockHash, StateExport
 
 __all__ = ["ComputedBlocks", "RequestBlocks", "StateBlocks"]
@@ -88,8 +89,7 @@ class RequestBlocks:
         window_released: per group, table entries given back because they left the window.
         packed: the request takes no more slabs than `KVCacheManager.slabs_alone` counts, so that it cannot run out of
             room: no hit and no adopted block, which may lie anywhere, no wishes, and open blocks before new slabs.
-        handed_off: tokens whose full blocks were handed to the connector.
-        hand_offs: (group, block, boundary), each with a reference, not yet taken by the connector.
+        hand_offs: made and not yet taken by the connector, by rising boundary.
     """
 
     tables: list[list[int]]
@@ -100,5 +100,4 @@ class RequestBlocks:
     copies: list[BlockCopy] = field(default_factory=list)
     window_released: list[int] = field(default_factory=list)
     packed: bool = False
-    handed_off: int = 0
-    hand_offs: list[tuple[int, int, int]] = field(default_factory=list)
+    hand_offs: list[HandOff] = field(default_factory=list)

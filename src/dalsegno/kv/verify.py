@@ -30,8 +30,8 @@ def census(manager: "KVCacheManager") -> None:
 
 
 def _verify_references(manager: "KVCacheManager") -> None:
-    """Every reference has an owner: a table, a state slot, a copy in flight, a hand-off."""
-    owed: Counter[tuple[int, int]] = Counter(manager.hand_offs.pins)
+    """Every reference has an owner: a table, a state slot, a copy in flight, a pin."""
+    owed: Counter[tuple[int, int]] = Counter(manager.pins.counts)
     for _, copy in manager.copies_in_flight:
         owed[copy.group_id, copy.source] += 1
     for blocks in manager.requests.values():
