@@ -1,7 +1,7 @@
 """Random steps of the state ops, with poisoned memory and a reference to compare with."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,6 +174,13 @@ def random_state_step(
         for count in rng.sample(range(1, length + 1), min(length, rng.randint(0, 4)))
     ]
     return memory, StateBatch.build(offsets_of(lengths), read, write, exports, per_slab)
+
+
+def seed_blocks(memory: SlabMemory, block_ids: Iterable[int]) -> None:
+    """Give blocks the states of requests that have computed something, each its own."""
+    for block in block_ids:
+        for name in memory.shapes:
+            memory.block(name, block).normal_(generator=torch.Generator().manual_seed(block))
 
 
 def in_place(memory: SlabMemory, num_tokens: int, block: int, *, fresh: bool) -> StateBatch:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dalsegno.ops import selective_scan
 from dalsegno.ops.batch import StateBatch
 from dalsegno.ops.tiles import TILE_SIZE
 from tests.ops.memory import NAN, SlabMemory, offsets_of
@@ -120,29 +119,6 @@ def test_weak_decays_behind_a_very_strong_one_keep_their_precision() -> None:
         state = state + (step[t][:, None] * value[t])[:, :, None] * keys[:, None]
         expected = torch.einsum("hpn,hn->hp", state, queries) + skip[:, None] * value[t]
         torch.testing.assert_close(out[t], expected.float(), atol=3e-6, rtol=3e-6)
-
-
-@pytest.mark.parametrize("num_bytes", [1, 2000, 1 << 20])
-@pytest.mark.parametrize("num_requests", [1, 7])
-def test_a_decode_step_in_runs_of_any_size_matches_the_reference(
-    num_requests: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selective_scan, "_CACHED_BYTES", num_bytes)
-    memory = _memory(2 * num_requests)
-    for block in range(1, num_requests + 1):
-        memory.block("recurrent", block).normal_(generator=torch.Generator().manual_seed(block))
-    # Some go on in place, some from a block that stays, one from nothing.
-    read = [0, *range(2, num_requests + 1)]
-    write = [block if block % 2 else num_requests + block for block in range(1, num_requests + 1)]
-    batch = StateBatch.build(range(num_requests + 1), read, write)
-    assert batch.rows_are_apart
-    check_against_reference(ScanInputs.random(num_requests), memory, batch)
-
-
-def test_requests_that_read_what_another_writes_are_not_apart() -> None:
-    assert StateBatch.build([0, 1, 2], [1, 1], [2, 3]).rows_are_apart
-    assert not StateBatch.build([0, 1, 2], [1, 1], [1, 3]).rows_are_apart
-    assert not StateBatch.build([0, 1], [1], [1], [(0, 1, 2)]).rows_are_apart
 
 
 @pytest.mark.parametrize("broken", range(4))

@@ -1,8 +1,7 @@
 """The gated delta rule over states kept in blocks: one step per token, or tile by tile.
 
-Requests with one token take the single-step form, the others the tiled one; both are batched over requests and heads
-and keep the state in float32. Inside a tile the rule is a triangular system (the WY form), so only the state itself
-goes from tile to tile.
+Both forms are batched over requests and heads. Inside a tile the rule is a triangular system (the WY form), so only
+the state itself goes from tile to tile.
 """
 
 from dataclasses import dataclass
@@ -12,24 +11,10 @@ from torch import Tensor
 
 from dalsegno.ops.batch import StateLayerCache
 from dalsegno.ops.decays import LEAST_LOG_DECAY, tile_decays
+from dalsegno.ops.recurrence import Recurrence, run_recurrence
 from dalsegno.ops.tiles import TileGrid
 
 __all__ = ["gated_delta_rule"]
-
-
-@dataclass(slots=True)
-class _Inputs:
-    """The op's inputs in float32, `[T, heads, dim]` and `[T, heads]`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor
-
-    def take(self, tokens: Tensor) -> "_Inputs":
-        fields = (self.query, self.key, self.value, self.log_decay, self.beta)
-        return _Inputs(*(x.index_select(0, tokens) for x in fields))
 
 
 def gated_delta_rule(
@@ -61,78 +46,47 @@ def gated_delta_rule(
     Returns:
         `[T, heads, value_dim]`, dtype of `value`.
     """
-    batch, rows, strides = cache.batch, cache.view.rows[part], cache.view.strides[part]
-    shape = cache.view.parts[part].shape[2:]
-    num_requests, num_exports = batch.num_requests, len(batch.exports)
-    states = rows.new_empty((num_requests + num_exports, *shape), dtype=torch.float32)
-    running, exported = states[:num_requests], states[num_requests:]
-    if rows.dtype == torch.float32:
-        torch.index_select(rows, 0, batch.read_rows(strides), out=running.flatten(1))
-    else:
-        running.copy_(rows.index_select(0, batch.read_rows(strides)).view(running.shape))
-    inputs = _Inputs(query.float(), key.float(), value.float(), log_decay.float(), beta.float())
-    if batch.tiles is None:
-        out = _single_step(inputs, running)
-        exported.copy_(running.index_select(0, batch.single_export_rows))
-    else:
-        out = _mixed(inputs, cache, running, exported)
-    rows[batch.write_rows(strides)] = states.flatten(1).to(rows.dtype)
-    return out.to(value.dtype)
+    rule = _DeltaRule(query.float(), key.float(), value.float(), log_decay.float(), beta.float())
+    return run_recurrence(rule, cache, part).to(value.dtype)
 
 
-def _mixed(inputs: _Inputs, cache: StateLayerCache, running: Tensor, exported: Tensor) -> Tensor:
-    """Run a step in which some request has several tokens; states are updated in place."""
-    batch = cache.batch
-    assert batch.tiles is not None, "a mixed step has tiles"
-    tiled_states = running.index_select(0, batch.tiles.rows)
-    tiled = _tiled(inputs, batch.tiles, tiled_states, exported)
-    running[batch.tiles.rows] = tiled_states
-    if len(batch.tiles.rows) == len(running):
-        return tiled
-    states = running.index_select(0, batch.single_rows)
-    out = torch.empty_like(inputs.value)
-    out[batch.tiles.token_ids] = tiled
-    out[batch.single_tokens] = _single_step(inputs.take(batch.single_tokens), states)
-    running[batch.single_rows] = states
-    exported[batch.single_exports] = states.index_select(0, batch.single_export_rows)
-    return out
+@dataclass(slots=True)
+class _DeltaRule(Recurrence):
+    """The op's inputs, `[T, heads, dim]` and `[T, heads]`; states are `[heads, key_dim, value_dim]`."""
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor
 
-def _single_step(inputs: _Inputs, states: Tensor) -> Tensor:
-    """Apply one token to each of `states` `[R, heads, key_dim, value_dim]` in place; return `[R, heads, value_dim]`.
+    def single_step(self, states: Tensor) -> Tensor:
+        """Put the output together from query and key times the old state: it is read once and updated once."""
+        decay = self.log_decay.clamp(min=LEAST_LOG_DECAY).exp()[:, :, None]
+        both = torch.stack([self.query, self.key], dim=2) @ states
+        both *= decay[..., None]
+        delta = self.beta[:, :, None] * (self.value - both[:, :, 1])
+        overlap = (self.query * self.key).sum(dim=-1, keepdim=True)
+        states *= decay[..., None]
+        states.addcmul_(self.key[..., None], delta[:, :, None, :])
+        return both[:, :, 0].addcmul_(overlap, delta)
 
-    The output is put together from query and key times the old state, so the state is read once and updated once.
-    """
-    decay = inputs.log_decay.clamp(min=LEAST_LOG_DECAY).exp()[:, :, None]
-    both = torch.stack([inputs.query, inputs.key], dim=2) @ states
-    both *= decay[..., None]
-    delta = inputs.beta[:, :, None] * (inputs.value - both[:, :, 1])
-    overlap = (inputs.query * inputs.key).sum(dim=-1, keepdim=True)
-    states *= decay[..., None]
-    states.addcmul_(inputs.key[..., None], delta[:, :, None, :])
-    return both[:, :, 0].addcmul_(overlap, delta)
-
-
-def _tiled(inputs: _Inputs, grid: TileGrid, states: Tensor, exported: Tensor) -> Tensor:
-    """Run the grid's requests, updating `states` `[R2, heads, key_dim, value_dim]` and the grid's rows of `exported`.
-
-    Returns:
-        `[T2, heads, value_dim]` for `grid.token_ids`.
-    """
-    num_heads, value_dim = inputs.value.shape[1:]
-    tile = _prepare(inputs, grid)
-    added, out = tile.added, tile.query.new_empty(*tile.query.shape[:2], value_dim)
-    for i, (begin, end) in enumerate(zip(grid.round_start, grid.round_start[1:], strict=False)):
-        first, last = begin * num_heads, end * num_heads
-        state = states[: end - begin].flatten(0, 1)
-        torch.bmm(tile.query[first:last], state, out=out[first:last])
-        added[first:last].baddbmm_(state.mT, tile.correction[first:last], alpha=-1.0)
-        state *= tile.keep[first:last]
-        state.baddbmm_(tile.to_state[first:last], added[first:last].mT)
-        if (exports := grid.exports[i]) is not None:
-            exported[exports[1]] = states.index_select(0, exports[0])
-    out.baddbmm_(tile.attend, added.mT)
-    return out.view(-1, value_dim).index_select(0, grid.head_places(num_heads)).view(-1, num_heads, value_dim)
+    def tiled(self, grid: TileGrid, states: Tensor, exported: Tensor) -> Tensor:
+        """Do the work inside all tiles, then take the states from tile to tile."""
+        num_heads, value_dim = self.value.shape[1:]
+        tile = _prepare(self, grid)
+        added, out = tile.added, tile.query.new_empty(*tile.query.shape[:2], value_dim)
+        for i, (begin, end) in enumerate(zip(grid.round_start, grid.round_start[1:], strict=False)):
+            first, last = begin * num_heads, end * num_heads
+            state = states[: end - begin].flatten(0, 1)
+            torch.bmm(tile.query[first:last], state, out=out[first:last])
+            added[first:last].baddbmm_(state.mT, tile.correction[first:last], alpha=-1.0)
+            state *= tile.keep[first:last]
+            state.baddbmm_(tile.to_state[first:last], added[first:last].mT)
+            if (exports := grid.exports[i]) is not None:
+                exported[exports[1]] = states.index_select(0, exports[0])
+        out.baddbmm_(tile.attend, added.mT)
+        return out.view(-1, value_dim).index_select(0, grid.head_places(num_heads)).view(-1, num_heads, value_dim)
 
 
 @dataclass(slots=True)
@@ -156,7 +110,7 @@ class _Tiles:
     keep: Tensor
 
 
-def _prepare(inputs: _Inputs, grid: TileGrid) -> _Tiles:
+def _prepare(inputs: _DeltaRule, grid: TileGrid) -> _Tiles:
     """Do the work inside tiles, all tiles at once."""
     query, key, value, log_decay, beta = _gather(inputs, grid)
     total, within = tile_decays(log_decay)
@@ -177,7 +131,7 @@ def _prepare(inputs: _Inputs, grid: TileGrid) -> _Tiles:
     )
 
 
-def _gather(inputs: _Inputs, grid: TileGrid) -> list[Tensor]:
+def _gather(inputs: _DeltaRule, grid: TileGrid) -> list[Tensor]:
     """Return query, key, value `[N * heads, size, dim]` and log_decay, beta `[N * heads, size, 1]` by tile and head.
 
     Paddings have no key, value or beta and do not decay; their queries are never looked at.
