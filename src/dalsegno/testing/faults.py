@@ -4,7 +4,7 @@ Each fault is one bug that public engines have had. `plant(core, name)` patches 
 core with a fault is thrown away afterwards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -189,25 +189,20 @@ def _answer_state_overwritten(core: EngineCore) -> None:
 
 def _shared_tail_written(core: EngineCore) -> None:
     """A hit inside a block goes on in the shared block instead of a copy."""
-    manager = core.manager
+    coordinator, pool = core.manager.coordinator, core.manager.pool
+    share = coordinator._share  # noqa: SLF001
 
-    def share(
-        blocks: RequestBlocks,
-        group_id: int,
-        table: Sequence[int],
-        full: int,
-        partial_tokens: int,
-        own: Sequence[int],
-    ) -> None:
-        for block in table[:full]:
-            manager.pool.pin(group_id, block)
-        blocks.tables[group_id] = [*table[:full], *own]
-        if partial_tokens:
-            manager.pool.pin(group_id, table[full])
-            manager.pool.unpin(group_id, own[0])
-            blocks.tables[group_id][full] = table[full]
+    def share_tail(blocks: RequestBlocks, group_id: int, *given: Any) -> None:
+        before = len(blocks.copies)
+        share(blocks, group_id, *given)
+        table = blocks.tables[group_id]
+        for copy in blocks.copies[before:]:
+            # The table takes the reference that the copy held on its source.
+            table[table.index(copy.target)] = copy.source
+            pool.unpin(group_id, copy.target)
+        del blocks.copies[before:]
 
-    _set(manager.coordinator, "_share", share)
+    _set(coordinator, "_share", share_tail)
 
 
 def _unwritten_token_counted(core: EngineCore) -> None:
