@@ -1,4 +1,4 @@
-"""Tiny models made once per session, and loaded once per kind."""
+"""Tiny models, each made and loaded once per process."""
 
 import functools
 from collections.abc import Callable
@@ -9,23 +9,16 @@ import torch
 
 from dalsegno.models.base import CausalLM
 from dalsegno.models.registry import load_model
-from dalsegno.models.tiny import make_tiny_model
+from tests.matrix import tiny_models
 
 FolderOf = Callable[[str], Path]
 ModelOf = Callable[[str], CausalLM]
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+def tiny_folder() -> FolderOf:
     """Give the folder of a kind; tests must not change it."""
-
-    @functools.cache
-    def folder(kind: str) -> Path:
-        path = tmp_path_factory.mktemp("tiny") / kind
-        make_tiny_model(kind, path)
-        return path
-
-    return folder
+    return tiny_models.tiny_model
 
 
 @pytest.fixture(scope="session")

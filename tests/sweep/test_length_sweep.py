@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from dalsegno.config import CacheConfig
+from dalsegno.models.tiny import TINY_KINDS
+from dalsegno.types import GroupKind
 from tests.conftest import LONG
-from tests.matrix.backends import Backend
 from tests.matrix.comparison import TOLERANCE
 from tests.matrix.test_switch_matrix import backend_of
+from tests.matrix.tiny_models import tiny_kinds_with
 from tests.sweep.engine import Sender
 from tests.sweep.oracle import HitOracle
 
@@ -25,6 +27,14 @@ SHAPES = [
     (64, "aas"),
     (32, "aw"),
     (16, "aws"),
+]
+# Block sizes and chunk budgets of the real models: every kind meets all of them at full size, else one.
+MODEL_SHAPES = [(64, 24), (16, 512), (48, 23)]
+MODEL_CASES = [
+    (kind, *shape)
+    for i, kind in enumerate(TINY_KINDS)
+    for j, shape in enumerate(MODEL_SHAPES)
+    if LONG or i % len(MODEL_SHAPES) == j
 ]
 
 
@@ -80,39 +90,24 @@ def serve(sender: Sender, oracle: HitOracle, prompt: list[int], max_tokens: int,
     return answer
 
 
-def test_marks_are_resumable_at_the_second_sighting() -> None:
-    backend = backend_of("fake-as")
-    sender = Sender(backend, CacheConfig(block_size=64), num_slabs=2000)
-    oracle = HitOracle(H, H, has_state=True)
-    rng = random.Random(1)
-    for shared in range(17, 90, 7):
-        system = [rng.randrange(900) for _ in range(shared)]
-        for sighting in range(3):
-            prompt = system + [rng.randrange(900) for _ in range(40)]
-            request = sender.send(prompt, 3, marks=[shared])
-            assert request.num_cached_tokens == oracle.hit(prompt)
-            assert sighting == 0 or request.num_cached_tokens == shared // H * H
-            oracle.learn(prompt, request.output_token_ids, [shared])
-
-
-@pytest.mark.parametrize(("kind", "block_size"), [("qwen3-next", 16), ("qwen3-next", 64), ("llama", 32)])
-def test_a_real_model_hits_and_answers_as_promised(kind: str, block_size: int) -> None:
+@pytest.mark.parametrize(("kind", "block_size", "budget"), MODEL_CASES)
+def test_a_real_model_hits_and_answers_as_promised(kind: str, block_size: int, budget: int) -> None:
     backend = backend_of(kind)
     config = CacheConfig(block_size=block_size, hash_block_size=H)
-    sender = Sender(backend, config, num_slabs=60)
+    sender = Sender(backend, config, budget=budget, num_slabs=60)
     cold = Sender(backend, CacheConfig(block_size=block_size, enable_prefix_caching=False), num_slabs=60)
-    oracle = HitOracle(H, H, has_state=kind == "qwen3-next")
+    oracle = HitOracle(H, H, has_state=kind in tiny_kinds_with(GroupKind.STATE))
     rng = random.Random(7)
-    for n in lengths(block_size) if LONG else (15, 16, 17, 33, 48, 64, 65):
+    for n in lengths(block_size) if LONG else (15, 16, 33, 64, 65):
         prompt = [rng.randrange(backend.vocab_size) for _ in range(n)]
         fresh = [rng.randrange(backend.vocab_size) for _ in range(64)]
         answer = serve(sender, oracle, prompt, 4, f"n={n}")
-        for kind_of, following in second_requests(prompt, answer, min(block_size, 64), fresh).items():
-            got = serve(sender, oracle, following, 4, f"n={n} {kind_of}")
-            compare(sender, cold, backend, following, got, f"n={n} {kind_of}")
+        for name, following in second_requests(prompt, answer, min(block_size, 64), fresh).items():
+            got = serve(sender, oracle, following, 4, f"n={n} {name}")
+            compare(sender, cold, following, got, f"n={n} {name}")
 
 
-def compare(sender: Sender, cold: Sender, backend: Backend, prompt: list[int], got: list[int], what: str) -> None:
+def compare(sender: Sender, cold: Sender, prompt: list[int], got: list[int], what: str) -> None:
     """The cold answer and first logits, from the engine that caches nothing."""
     request = cold.send(prompt, len(got))
     assert request.num_cached_tokens == 0
