@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from dalsegno.connector.port import ConnectorPort
 from dalsegno.types import StepPlan, StepResult
 
 __all__ = ["NullWorker"]
@@ -14,6 +15,7 @@ class NullWorker:
     def __init__(self) -> None:
         """Start with no time spent."""
         self.seconds = 0.0
+        self.port = ConnectorPort()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Return token 0 for each sample that is asked for."""

@@ -1,5 +1,6 @@
 """Why a prompt hit as far as it did, and why not further: every lost token has a reason."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
@@ -50,6 +51,20 @@ class HitReport:
             self.lost[reason.value] = self.lost.get(reason.value, 0) + given_up
             self.boundary = boundary
             self.cached_by_tier = {"device": boundary} if boundary else {}
+
+    def recharge(self, reasons: Sequence[LostReason], to: LostReason, tokens: int | None = None) -> None:
+        """Charge up to `tokens` (None: all) of what was lost for `reasons`, in their order, to another reason."""
+        for reason in reasons:
+            there = self.lost.get(reason.value, 0)
+            moved = there if tokens is None else min(there, tokens)
+            if not moved:
+                continue
+            self.lost[reason.value] = there - moved
+            if there == moved:
+                del self.lost[reason.value]
+            self.lost[to.value] = self.lost.get(to.value, 0) + moved
+            if tokens is not None:
+                tokens -= moved
 
 
 def lost_tokens(

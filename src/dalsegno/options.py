@@ -6,7 +6,7 @@ from typing import Any
 
 from dalsegno.errors import OptionError
 
-__all__ = ["check_foreign_options", "check_integer", "nearest_name"]
+__all__ = ["check_foreign_options", "check_integer", "check_seconds", "nearest_name"]
 
 # Half of all letters in common is seen between names that have nothing to do with each other.
 _LIKENESS = 0.6
@@ -56,3 +56,10 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
     if value < minimum or (maximum is not None and value > maximum):
         raise OptionError(f"{name} must be {allowed}, got {value}")
     return value
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """Return `value` if it is a positive, finite number of seconds, else raise `OptionError`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise OptionError(f"{name} must be a number of seconds above 0, got {value!r}")
+    return float(value)

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto, unique
+from typing import Any
 
 from dalsegno.hit_report import HitReport
 from dalsegno.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ class RequestStatus(Enum):
     """Where a request is in its life."""
 
     WAITING = auto()
+    LOADING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
@@ -46,6 +48,9 @@ class Request:
         order: (priority, arrival number), smaller first; set by the scheduler.
         seed: key of the random streams.
         sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
+        no_store: nothing of it goes to an external store.
+        kv_transfer_params: what the caller tells the connector.
+        kv_transfer_answer: what the connector tells the caller once the request has ended.
         siblings: on sample 0, the other samples, which start from its prefill.
         logprobs: a row per sampled token, where the request asks for them.
         prompt_logprobs: a row per prompt token after the first, as far as they have come, on sample 0 only.
@@ -68,6 +73,8 @@ class Request:
     max_tokens: int = 16
     seed: int = 0
     sample_index: int = 0
+    no_store: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     siblings: "list[Request]" = field(default_factory=list)
 
     root_hash: BlockHash = BlockHash(b"")
@@ -78,6 +85,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    kv_transfer_answer: dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -112,6 +120,11 @@ class Request:
         """Whether rows of the prompt are still to come; until then the request resumes from no cached prefix."""
         asks = self.params.prompt_logprobs is not None and self.sample_index == 0
         return asks and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def looks_nothing_up(self) -> bool:
+        """Whether no cached prefix may be resumed from, wherever it lies."""
+        return self.packed or self.awaits_prompt_logprobs
 
     @property
     def max_total_tokens(self) -> int:

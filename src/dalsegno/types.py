@@ -20,6 +20,7 @@ __all__ = [
     "Clock",
     "GroupKind",
     "LayerCacheSpec",
+    "LoadFailure",
     "PromptRows",
     "SampleSpec",
     "ScheduledRequest",
@@ -155,11 +156,15 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything one worker step does, in this order: copies, forward with exports, sample."""
+    """Everything one worker step does, in this order: copies, loads begin, forward with exports, sample, saves begin.
+
+    `connector_meta` is what the connector's scheduler side tells its worker side; a step may consist of it alone.
+    """
 
     step_id: int
     requests: tuple[ScheduledRequest, ...]
     copies: tuple[BlockCopy, ...] = ()
+    connector_meta: object | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -192,6 +197,16 @@ class StepResult:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     num_computed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """Tokens `[first_token, boundary)` of a group, or its state at `boundary`, that a load did not restore."""
+
+    load_id: int
+    group_id: int
+    first_token: int
+    boundary: int
 
 
 class Clock(Protocol):

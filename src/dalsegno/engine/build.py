@@ -6,12 +6,14 @@ Everything that loads torch is imported inside the functions, so that importing 
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from dalsegno.connector.base import WorkerConnector
+from dalsegno.connector.registry import ConnectorContext, create_connector
 from dalsegno.engine.core import EngineCore
 from dalsegno.engine.front_end import FrontEnd
 from dalsegno.engine.inputs import PromptParser
@@ -21,7 +23,15 @@ from dalsegno.engine.tokenizer import Tokenizer, load_tokenizer
 from dalsegno.errors import OptionError
 from dalsegno.kv.layout import plan_layout
 from dalsegno.kv.start_up import describe_plan
-from dalsegno.models.checkpoint import read_config, read_end_token_ids, read_generation_config, resolve_model_path
+from dalsegno.models.checkpoint import (
+    config_fingerprint,
+    read_config,
+    read_end_token_ids,
+    read_generation_config,
+    resolve_model_path,
+    weights_fingerprint,
+)
+from dalsegno.sched.connection import ConnectorSetup
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +91,9 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
     start_up_plan = describe_plan(layout, cache_config, max_model_len)
     _log.info("%s", start_up_plan)
     clock = MonotonicClock()
-    worker = ModelWorker(network, layout, device)
-    core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug)
+    setup, worker_side = _connector(options, path, dtype, ConnectorContext(layout, cache_config, {}, clock))
+    worker = ModelWorker(network, layout, device, worker_side)
+    core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug, connector=setup)
     front_end = FrontEnd(
         core,
         clock,
@@ -99,6 +110,31 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
         takes_priority=options.scheduling_policy == "priority",
     )
     return Engine(core, front_end, parser, tokenizer, start_up_plan, defaults)
+
+
+def _connector(
+    options: EngineOptions, path: Path, dtype: "torch.dtype", context: ConnectorContext
+) -> tuple[ConnectorSetup | None, WorkerConnector | None]:
+    """Make both sides of the connector that is asked for; none where nothing is cached."""
+    config = options.transfer_config()
+    if config is None:
+        return None, None
+    if not options.enable_prefix_caching:
+        raise OptionError("a KV connector stores and finds cached prefixes: it needs enable_prefix_caching=True")
+    identity = {
+        "weights": weights_fingerprint(path),
+        "config": config_fingerprint(path),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    scheduler, worker = create_connector(config, replace(context, identity=identity))
+    setup = ConnectorSetup(
+        scheduler,
+        load_timeout_s=options.kv_load_timeout_s,
+        job_timeout_s=options.kv_job_timeout_s,
+        close_timeout_s=options.kv_close_timeout_s,
+        load_failure_ends_request=config.kv_load_failure_policy == "fail",
+    )
+    return setup, worker
 
 
 def _end_token_ids(path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from dalsegno.config import CacheConfig, SchedulerConfig
+from dalsegno.engine.held_answers import HeldAnswers
 from dalsegno.errors import EngineError, OptionError, RequestError
 from dalsegno.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from dalsegno.kv.index import PrefixIndex
@@ -11,6 +12,7 @@ from dalsegno.kv.layout import MemoryLayout
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.verify import census
 from dalsegno.request import FinishReason, Request, RequestUpdate
+from dalsegno.sched.connection import Connection, ConnectorSetup
 from dalsegno.sched.scheduler import Scheduler
 from dalsegno.types import Clock, StepPlan
 from dalsegno.worker.interface import Worker
@@ -18,6 +20,9 @@ from dalsegno.worker.interface import Worker
 __all__ = ["EngineCore", "RequestUpdate"]
 
 logger = logging.getLogger(__name__)
+
+# A wait ends when the connector reports; this bounds it for connectors that forget to say so.
+_LONGEST_WAIT_S = 1.0
 
 
 class EngineCore:
@@ -33,6 +38,7 @@ class EngineCore:
         *,
         debug: bool = False,
         eviction_policy: Callable[[PrefixIndex], EvictionPolicy] = LeastRecentlyUsed,
+        connector: ConnectorSetup | None = None,
     ) -> None:
         """Serve requests on `worker`, which the core owns from now on.
 
@@ -44,6 +50,7 @@ class EngineCore:
             scheduler_config: see `SchedulerConfig`.
             debug: poison freed blocks with NaN, and check every count after every step.
             eviction_policy: makes the policy that ranks cached blocks.
+            connector: the connector whose worker side the worker has.
 
         Raises:
             OptionError: a request of `max_model_len` tokens does not fit the memory.
@@ -57,7 +64,11 @@ class EngineCore:
             max_step_tokens=scheduler_config.max_num_batched_tokens,
             policy=eviction_policy,
         )
-        self.scheduler = Scheduler(self.manager, scheduler_config)
+        self._setup = connector or ConnectorSetup()
+        self.connection = Connection(self.manager, self._setup, clock)
+        self.connection.connector.on_progress(worker.port.wake)
+        self.scheduler = Scheduler(self.manager, scheduler_config, self.connection)
+        self._held_answers = HeldAnswers(self.connection.connector, clock, self._setup.job_timeout_s)
         self._debug = debug
         self._aborts: list[str] = []
         self._stops: list[tuple[str, str]] = []
@@ -73,7 +84,12 @@ class EngineCore:
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether `step` still has something to do."""
-        return self.scheduler.has_unfinished or bool(self._updates)
+        return self.scheduler.has_unfinished or bool(self._updates) or len(self._held_answers) > 0
+
+    @property
+    def has_background_work(self) -> bool:
+        """Whether `step` still has something to do for the connector, though perhaps for no request."""
+        return self.connection.has_push_work or self.connection.connector.has_pending_jobs()
 
     @property
     def broken(self) -> bool:
@@ -125,26 +141,71 @@ class EngineCore:
         self._broken = True
         self._poll()
         plan = self.scheduler.schedule()
-        if plan is None:
-            self._check_stall()
-        else:
+        if plan is not None:
             self._num_idle_steps = 0
             self._execute(plan)
+        elif not self._wait():
+            self._check_stall()
+        if not self.scheduler.has_unfinished and self.connection.has_push_work:
+            # Nobody may take another step, and what the last one left must not wait for somebody who does.
+            plan = self.scheduler.schedule()
+            assert plan is not None, "the connector has something to say and is not heard"
+            self._execute(plan)
+        self._updates = [*self._held_answers.add(self._updates), *self._held_answers.release()]
         if self._debug:
             self.verify()
         self._broken = False
         updates, self._updates = self._updates, []
         return updates
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing changed, while requests run."""
-        return self.manager.reset_prefix_cache()
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """Forget all cached prefixes.
+
+        Args:
+            reset_running_requests: send running requests back to the queue instead of refusing; they start over.
+            reset_external: empty this engine's part of the store too; what is under way there enters it no more.
+
+        Returns:
+            False, and nothing has changed, while requests run or load.
+        """
+        if reset_running_requests:
+            self.scheduler.requeue_all()
+        if not self.scheduler.holds_nothing or not self.manager.reset_prefix_cache():
+            return False
+        if reset_external:
+            done = self.connection.connector.reset_cache()
+            plan = self.scheduler.push_plan()
+            if plan is not None:
+                self._execute(plan)
+            return done
+        return True
+
+    def wait_for_connector(self, timeout_s: float) -> bool:
+        """Take reports until the connector owes none; False if it still does after `timeout_s` seconds.
+
+        Requests are not advanced.
+        """
+        deadline = self.clock.now() + timeout_s
+        while self.has_background_work:
+            plan = self.scheduler.push_plan()
+            if plan is not None:
+                self._execute(plan)
+            self._take_output()
+            left = deadline - self.clock.now()
+            if self.connection.connector.has_pending_jobs():
+                if left <= 0:
+                    return False
+                self.worker.port.wait(min(left, _LONGEST_WAIT_S))
+        return True
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is in use at this moment."""
         return {
             **self.scheduler.counters,
             **self.manager.counters,
+            **self.connection.loads.counters,
+            **self.connection.connector.stats(),
+            **self.worker.port.stats(),
             **self.manager.pool.counts(),
             "num_evicted_blocks": self.manager.pool.num_evicted,
             "num_cached_blocks": len(self.manager.index),
@@ -159,7 +220,7 @@ class EngineCore:
         Raises:
             AssertionError: naming the first difference.
         """
-        if self.scheduler.has_unfinished:
+        if self.scheduler.has_unfinished or self.connection.keeps_tables or self.has_background_work:
             self.manager.verify()
         else:
             census(self.manager)
@@ -169,7 +230,11 @@ class EngineCore:
         if not self._broken:
             for request in list(self.scheduler.requests()):
                 self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
+            if not self.wait_for_connector(self._setup.close_timeout_s):
+                logger.warning("closed with work of the connector left undone: %s", self.connection.connector.stats())
+            self.connection.free_kept()
         self.worker.close()
+        self.connection.connector.shutdown()
 
     def _check_sound(self) -> None:
         if self._broken:
@@ -179,6 +244,7 @@ class EngineCore:
         """Refuse to start where the longest request does not fit alone."""
         layout = self.layout
         needed = self.manager.slabs_alone(max_model_len)
+        self.manager.pins.max_slabs = layout.num_slabs - 1 - needed
         if needed > layout.num_slabs - 1:
             raise OptionError(
                 f"max_model_len={max_model_len} needs {needed + 1} slabs of {layout.slab_bytes} bytes "
@@ -187,12 +253,32 @@ class EngineCore:
             )
 
     def _poll(self) -> None:
+        self._take_output()
+        while self.connection.loads.blocks_engine and not self._aborts:
+            self.worker.port.wait(_LONGEST_WAIT_S)
+            self._take_output()
         stops, self._stops = self._stops, []
         aborts, self._aborts = self._aborts, []
         for request_id, stop_reason in stops:
             self._updates += self.scheduler.finish(request_id, FinishReason.STOP, self.clock.now(), stop_reason)
         for request_id in aborts:
             self._updates += self.scheduler.finish(request_id, FinishReason.ABORT, self.clock.now())
+
+    def _take_output(self) -> None:
+        output = self.worker.port.output()
+        now = self.clock.now()
+        if output is not None:
+            self._updates += self.scheduler.update_connector(output, now)
+        self._updates += self.scheduler.expire_loads(now)
+
+    def _wait(self) -> bool:
+        """Wait for the connector if only it can make something happen; whether it is so."""
+        if not self.connection.loads.is_waited_for and not len(self._held_answers):
+            return False
+        deadlines = [self.connection.loads.deadline(), self._held_answers.deadline()]
+        left = min((at - self.clock.now() for at in deadlines if at is not None), default=_LONGEST_WAIT_S)
+        self.worker.port.wait(max(0.0, min(left, _LONGEST_WAIT_S)))
+        return True
 
     def _execute(self, plan: StepPlan) -> None:
         try:

@@ -57,7 +57,6 @@ FOREIGN_OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "kv_offloading_backend": (None, "native"),
     "kv_offloading_size": (None,),
     "kv_sharing_fast_prefill": (False,),
-    "kv_transfer_config": (None,),
     "language_model_only": (False,),
     "limit_mm_per_prompt": (None, {}),
     "load_format": ("auto", "safetensors"),

@@ -115,6 +115,7 @@ class Answer:
             ),
             finished=self.finished,
             prompt_logprobs=self._read_prompt_logprobs(),
+            kv_transfer_params=first.kv_transfer_answer,
         )
 
     def _read_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -284,6 +285,8 @@ class FrontEnd:
             cache_salt=prompt.cache_salt,
             priority=prompt.priority,
             checkpoint_at=prompt.checkpoint_at,
+            no_store=prompt.no_store,
+            kv_transfer_params=prompt.kv_transfer_params,
             end_token_ids=self._end_token_ids,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
             seed=_request_seed(self._seed, number) if params.seed is None else params.seed,

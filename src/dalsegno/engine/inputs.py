@@ -19,7 +19,7 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 """A text, a list of token ids, or a dict with one of `prompt` and `prompt_token_ids` and the keys of `_EXTRA_KEYS`."""
 
 _TEXT_KEYS = ("prompt", "prompt_token_ids")
-_EXTRA_KEYS = ("cache_salt", "priority", "checkpoint_at")
+_EXTRA_KEYS = ("cache_salt", "priority", "checkpoint_at", "no_store", "kv_transfer_params")
 _FOREIGN_KEYS = ("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids", "prompt_embeds")
 _MAX_SALT_LENGTH = 128
 
@@ -34,6 +34,8 @@ class Prompt:
         cache_salt: only prompts with the same salt share what is cached.
         priority: smaller first.
         checkpoint_at: token counts, ascending, at which a state is worth keeping.
+        no_store: keep nothing of it in an external store.
+        kv_transfer_params: for the connector.
     """
 
     token_ids: "array[int]"
@@ -41,6 +43,8 @@ class Prompt:
     cache_salt: str | None = None
     priority: int = 0
     checkpoint_at: tuple[int, ...] = ()
+    no_store: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 def list_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
@@ -140,6 +144,8 @@ class PromptParser:
             cache_salt=_cache_salt(fields.get("cache_salt"), where),
             priority=priority,
             checkpoint_at=_checkpoints(fields.get("checkpoint_at"), len(token_ids), where),
+            no_store=_no_store(fields.get("no_store"), where),
+            kv_transfer_params=_transfer_params(fields.get("kv_transfer_params"), where),
         )
 
     @staticmethod
@@ -188,6 +194,25 @@ def _token_id(value: Any, position: int, where: str) -> int:
         raise RequestError(
             f"{where}: token ids must be integers, got {_brief(value)} at position {position}"
         ) from error
+
+
+def _no_store(value: Any, where: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{where}: no_store must be True or False, got {_brief(value)}")
+    return bool(value)
+
+
+def _transfer_params(value: Any, where: str) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise RequestError(f"{where}: kv_transfer_params must be a dict with names as keys, got {_brief(value)}")
+    if not isinstance(value.get("do_remote_decode", False), bool):
+        raise RequestError(
+            f"{where}: do_remote_decode in kv_transfer_params must be True or False, "
+            f"got {_brief(value['do_remote_decode'])}"
+        )
+    return dict(value)
 
 
 def _cache_salt(value: Any, where: str) -> str | None:

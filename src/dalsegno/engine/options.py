@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from dalsegno.config import CacheConfig, SchedulerConfig
+from dalsegno.connector.config import KVTransferConfig
 from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES, OURS_INSTEAD
 from dalsegno.errors import OptionError
-from dalsegno.options import check_foreign_options, check_integer
+from dalsegno.options import check_foreign_options, check_integer, check_seconds
 
 __all__ = ["EngineOptions", "OptionSpec", "option_specs"]
 
@@ -70,6 +71,14 @@ class EngineOptions:
     threads: int | None = _option(None, "CPU threads of the kernels, shared by the process; default: torch's choice.")
     tokenizer: str | None = _option(None, "Folder or hub name of the tokenizer; default: the model's.")
     skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts are token ids, answers have no text.")
+    kv_store: str | None = _option(None, "Folder of an embedded store that keeps prefixes beyond the process.")
+    kv_store_bytes: int | None = _option(None, "Most bytes of the embedded store; default: the store's.")
+    kv_transfer_config: str | Mapping[str, Any] | None = _option(
+        None, "Connector, its role and settings, as JSON or a dict; kv_store is the short form."
+    )
+    kv_load_timeout_s: float = _option(30.0, "Longest wait of a request for what it loads from the store.")
+    kv_job_timeout_s: float = _option(30.0, "Longest wait of an answer that is to tell what is stored.")
+    kv_close_timeout_s: float = _option(30.0, "Longest wait for the store when the engine is closed.")
     debug: bool = _option(False, "Check every count after every step and poison freed memory; slow.")
 
     def __post_init__(self) -> None:
@@ -80,6 +89,9 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
         check_integer("seed", self.seed, 0, _MAX_SEED)
+        for name in ("kv_load_timeout_s", "kv_job_timeout_s", "kv_close_timeout_s"):
+            check_seconds(name, getattr(self, name))
+        self.transfer_config()
         if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or not self.tokenizer):
             raise OptionError(f"tokenizer must be a folder or a hub name, got {self.tokenizer!r}")
         if not isinstance(self.dtype, str) or self.dtype not in _DTYPES:
@@ -143,6 +155,30 @@ class EngineOptions:
             policy=self.scheduling_policy,
             prefix_wait_steps=self.prefix_wait_steps,
         )
+
+    def transfer_config(self) -> KVTransferConfig | None:
+        """Return the connector's settings, `kv_store` spelled out; None without a connector.
+
+        Raises:
+            OptionError: they contradict each other, or are not allowed.
+        """
+        if self.kv_transfer_config is not None:
+            for name in ("kv_store", "kv_store_bytes"):
+                if getattr(self, name) is not None:
+                    raise OptionError(
+                        f"{name}={getattr(self, name)!r} is a short form of kv_transfer_config; give one of them"
+                    )
+            return KVTransferConfig.parse(self.kv_transfer_config)
+        if self.kv_store is None:
+            if self.kv_store_bytes is not None:
+                raise OptionError(f"kv_store_bytes={self.kv_store_bytes!r} needs kv_store, the folder")
+            return None
+        if not isinstance(self.kv_store, str) or not self.kv_store:
+            raise OptionError(f"kv_store must be a folder, got {self.kv_store!r}")
+        settings: dict[str, Any] = {"store": "embedded", "path": self.kv_store}
+        if self.kv_store_bytes is not None:
+            settings["bytes"] = check_integer("kv_store_bytes", self.kv_store_bytes, 1)
+        return KVTransferConfig("StoreConnector", kv_connector_extra_config=settings)
 
     @property
     def dtype_name(self) -> str:

@@ -1,6 +1,7 @@
 """What a caller gets back: one `RequestOutput` per prompt, under the names vLLM users know."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dalsegno.hit_report import HitReport
 
@@ -93,6 +94,8 @@ class RequestOutput:
         finished: whether every sample has ended.
         prompt_logprobs: per prompt token, by id: itself, then the likeliest at its place; None for the first token. The
             whole is None unless asked for, and until every row is there.
+        kv_transfer_params: what the connector says of the finished request; with `do_remote_decode`, how many of its
+            tokens the store can restore (`stored_boundary`).
     """
 
     request_id: str
@@ -104,3 +107,4 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

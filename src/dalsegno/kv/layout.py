@@ -12,6 +12,7 @@ multiples of 256.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from dalsegno.config import CacheConfig
 from dalsegno.errors import OptionError
@@ -89,6 +90,14 @@ class MemoryLayout:
         slab, position = divmod(block_id, group.blocks_per_slab)
         return slab * self.slab_bytes + position * group.block_bytes
 
+    def spans(self, group_id: int, block_id: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Return (offset, length) of the bytes of a block's first tokens, or of its state, in order of layer and part.
+
+        Neighbours are joined, so that a full block without padding is one span.
+        """
+        begin = self.address(group_id, block_id)
+        return [(begin + offset, length) for offset, length in _spans_in_block(self.groups[group_id], num_tokens)]
+
     def with_slabs(self, num_slabs: int) -> "MemoryLayout":
         """The same cut over another number of slabs."""
         return replace(self, num_slabs=num_slabs)
@@ -129,6 +138,20 @@ def plan_layout(
             f"at least {2 * slab_bytes} bytes are needed"
         )
     return MemoryLayout(groups=groups, slab_bytes=slab_bytes, num_slabs=num_slabs)
+
+
+@lru_cache(maxsize=4096)
+def _spans_in_block(group: GroupSpec, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    tokens = 1 if group.is_state else num_tokens
+    spans: list[tuple[int, int]] = []
+    for layer, offsets in zip(group.layers, group.part_offsets, strict=True):
+        for part, offset in zip(layer.parts, offsets, strict=True):
+            length = tokens * math.prod(part.shape) * _DTYPE_BYTES[part.dtype]
+            if spans and sum(spans[-1]) == offset:
+                offset, before = spans.pop()
+                length += before
+            spans.append((offset, length))
+    return tuple(spans)
 
 
 def _draft_group(kind: GroupKind, layers: list[LayerCacheSpec], config: CacheConfig) -> GroupSpec:

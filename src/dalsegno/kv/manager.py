@@ -17,6 +17,7 @@ from dalsegno.kv.eviction import EvictionPolicy, LeastRecentlyUsed
 from dalsegno.kv.hand_off import HandOff, HandOffSink
 from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import MemoryLayout
+from dalsegno.kv.loads import Loads
 from dalsegno.kv.lookup import EvictedRing, explain_hit, find_hit, junction_of
 from dalsegno.kv.paged_group import PagedGroup
 from dalsegno.kv.pins import BlockPins
@@ -62,6 +63,7 @@ class KVCacheManager:
         self.index = PrefixIndex(layout.groups, self.unit)
         self.pool = SlabPool(layout, self.index, policy(self.index), slab_reserve)
         self.pins = BlockPins(self.pool)
+        self.loads = Loads(self.index, self.pool, self.pins)
         self.evicted = EvictedRing()
         self.pool.on_evict = lambda group, block, nodes: self.evicted.add(group, nodes)
         self.paged = [PagedGroup(group, self.pool, self.index) for group in layout.paged_groups]
@@ -271,10 +273,12 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing changed, while a request holds blocks.
 
-        What is pinned keeps its bytes until the pin is given back.
+        What is pinned keeps its bytes until the pin is given back; what is being loaded is not published any more.
         """
         if self.requests:
             return False
+        for load in self.loads.active.values():
+            self.loads.abandon(load)
         for group in range(len(self.layout.groups)):
             for block in list(self.index.published(group)):
                 self.pool.unpublish(group, block)

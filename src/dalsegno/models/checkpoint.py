@@ -19,6 +19,7 @@ from dalsegno.errors import CheckpointError
 __all__ = [
     "Checkpoint",
     "TensorEntry",
+    "config_fingerprint",
     "open_weights",
     "read_config",
     "read_end_token_ids",
@@ -29,6 +30,7 @@ __all__ = [
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ORIGIN_FIELDS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _SUPPORTED_WEIGHTS = f"supported are {_WEIGHTS}, or shards listed in {_INDEX}"
@@ -190,6 +192,16 @@ def weights_fingerprint(path: Path) -> str:
             label = json.dumps([entry.name, entry.dtype, list(entry.shape)]).encode()
             total.update(len(label).to_bytes(8, "little") + label + digest)
     return total.hexdigest()
+
+
+def config_fingerprint(path: Path) -> str:
+    """Return a SHA-256 hex digest of config.json, less what says where it came from and not what is computed.
+
+    Raises:
+        CheckpointError: as `read_config`.
+    """
+    config = {name: value for name, value in read_config(path).items() if name not in _ORIGIN_FIELDS}
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _tensor_digest(handle: Any, name: str) -> bytes:

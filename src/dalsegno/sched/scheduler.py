@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from dalsegno.config import SchedulerConfig
+from dalsegno.connector.base import ConnectorOutput
 from dalsegno.hit_report import HitReport, LostReason
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.request import FinishReason, Request, RequestStatus, RequestUpdate
+from dalsegno.sched.connection import Connection
+from dalsegno.sched.external import Decision
 from dalsegno.sched.prefix_wait import PlannedBoundaries
 from dalsegno.sched.sampling import finish_of, prompt_rows, sample_spec
 from dalsegno.types import ScheduledRequest, StepPlan, StepResult
@@ -43,10 +46,11 @@ def _order(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Waiting and running requests. Owns no block: those are the manager's. Used on the engine thread only."""
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
-        """Schedule on the blocks of `manager`."""
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, connection: Connection) -> None:
+        """Schedule on the blocks of `manager`, to which `connection` is bound."""
         self.manager = manager
         self.config = config
+        self.connection = connection
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -59,12 +63,12 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self.waiting or self.running)
+        """Whether any request waits, loads or runs."""
+        return bool(self.waiting or self.running or self.connection.loads.loading)
 
     def knows(self, request_id: str) -> bool:
-        """Whether an unfinished request has this id."""
-        return request_id in self._unfinished
+        """Whether an unfinished request, or one whose table is kept, has this id."""
+        return request_id in self._unfinished or self.connection.keeps(request_id)
 
     def add(self, request: Request) -> None:
         """Queue a request that fits alone; nobody unfinished has its id or that of one of its samples."""
@@ -77,7 +81,7 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step, or None when nothing can run.
+        """Plan the next step, or None when nothing can run and the connector has nothing to say.
 
         Needs of running requests first (preempting the last ones while there is no room), then what they want of the
         state, then admissions, then exports: a wish is granted only from what no need of this step asks for.
@@ -91,11 +95,11 @@ class Scheduler:
             self._admit_waiting(scheduled, budget, solo)
         for request, num_tokens in scheduled.items():
             self.manager.grant_exports(request, num_tokens)
-        if not scheduled:
+        if not scheduled and not self.connection.has_push_work:
             return None
         self._step_id += 1
         requests = tuple(self._planned(request, num_tokens) for request, num_tokens in scheduled.items())
-        return StepPlan(self._step_id, requests, self.manager.take_copies())
+        return self.connection.with_meta(StepPlan(self._step_id, requests, self.manager.take_copies()))
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[RequestUpdate]:
         """The worker has returned: advance, publish, append tokens, finish."""
@@ -113,7 +117,36 @@ class Scheduler:
                 updates += self._append(request, result, now)
             if request.num_computed_tokens >= self._suspects.get(request.request_id, request.num_computed_tokens + 1):
                 del self._suspects[request.request_id]
+        self.connection.register_step({request.request_id: request for request in self.running})
         return updates
+
+    def update_connector(self, output: ConnectorOutput, now: float) -> list[RequestUpdate]:
+        """Take what the connector's worker side reports."""
+        return self._return_loading(*self.connection.take(output), now)
+
+    def expire_loads(self, now: float) -> list[RequestUpdate]:
+        """Let requests go on whose load is overdue."""
+        return self._return_loading(*self.connection.loads.expire(), now)
+
+    def push_plan(self) -> StepPlan | None:
+        """A step of no request that tells the worker side what the connector has to say; None for nothing."""
+        if not self.connection.has_push_work:
+            return None
+        self._step_id += 1
+        return self.connection.with_meta(StepPlan(self._step_id, ()))
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether no request has, or is about to have, blocks."""
+        return not self.running and not self.connection.loads.loading and not self.connection.keeps_tables
+
+    def requeue_all(self) -> None:
+        """Send every request back to the queue, from where it starts over."""
+        for request in list(self.running):
+            self._preempt(request)
+        loading = list(self.connection.loads.loading)
+        for request in loading:
+            self._requeue(request)
 
     def fail(self, plan: StepPlan, error: Exception | None, now: float) -> list[RequestUpdate]:
         """The step raised: nothing of it counts. Its requests are retried one by one; one that raises again ends.
@@ -130,7 +163,7 @@ class Scheduler:
             self._release(request)
             if guilty:
                 request.error = f"{type(error).__name__}: {error}"
-                updates += self._end(request, FinishReason.ERROR, now)
+                updates += self._end_without_blocks(request, FinishReason.ERROR, now)
             else:
                 self._requeue(request)
                 if error is not None:
@@ -150,16 +183,15 @@ class Scheduler:
                 request.stop_reason = stop_reason
                 self._let_go(request)
                 return self._end(request, reason, now)
-        for request in self.waiting:
+        for request in (*self.waiting, *self.connection.loads.loading):
             if request.request_id == request_id:
                 request.stop_reason = stop_reason
-                self.waiting.remove(request)
-                return self._end(request, reason, now)
+                return self._end_without_blocks(request, reason, now)
         for request in self.requests():
             for sibling in request.siblings:
                 if sibling.request_id == request_id:
                     request.siblings.remove(sibling)
-                    return self._end(sibling, reason, now)
+                    return self._end_without_blocks(sibling, reason, now)
         return []
 
     # Planning.
@@ -194,6 +226,8 @@ class Scheduler:
         planned = PlannedBoundaries(self._unit)
         for request in self.running:
             planned.add(request, self.manager.planned_boundaries(request))
+        for request, load in self.connection.loads.loading.items():
+            planned.add(request, [load.boundary])
         for request in list(self.waiting):
             if budget == 0 or (solo is None and self._is_full()):
                 break
@@ -201,9 +235,10 @@ class Scheduler:
                 continue
             if solo is None and self._still_waits(request, planned):
                 continue
-            computed, boundary, report = self.manager.get_computed_blocks(request)
-            if solo is None and self._starts_to_wait(request, boundary, planned):
+            found = self._look_up(request, planned, solo)
+            if found is None:
                 continue
+            computed, report = found
             if request.packed:
                 computed = self.manager.truncate_computed_blocks(computed, 0)
             num_tokens = self._admit(request, computed, report, budget, solo)
@@ -212,6 +247,24 @@ class Scheduler:
             planned.add(request, self.manager.planned_boundaries(request))
             scheduled[request] = num_tokens
             budget -= num_tokens
+
+    def _look_up(
+        self, request: Request, planned: PlannedBoundaries, solo: str | None
+    ) -> tuple[ComputedBlocks, HitReport] | None:
+        """The hit to admit a request with; None if it waits for a better one or loads it."""
+        computed, boundary, report = self.manager.get_computed_blocks(request)
+        if solo is not None:
+            return computed, report
+        if self._starts_to_wait(request, boundary, planned):
+            return None
+        decision = self.connection.loads.consider(request, computed)
+        if decision is Decision.LOAD:
+            self.waiting.remove(request)
+            request.status = RequestStatus.LOADING
+            planned.add(request, [self.connection.loads.loading[request].boundary])
+        if decision is Decision.LOOK_AGAIN:
+            computed, _, report = self.manager.get_computed_blocks(request)
+        return None if decision in (Decision.WAIT, Decision.LOAD) else (computed, report)
 
     def _is_full(self) -> bool:
         """Whether nothing may be admitted beside what runs."""
@@ -243,6 +296,8 @@ class Scheduler:
         While others run, room for the known tokens must be left. A request that would run alone must have room for all
         it can ever need, with a shorter hit if the full one is in the way: then it cannot fail later.
         """
+        # From here on the hit pins what it needs itself.
+        self.connection.loads.release(request)
         while True:
             alone = not self.running
             num_tokens = self._chunk(request, computed.boundary, budget)
@@ -269,6 +324,7 @@ class Scheduler:
             self.counters["num_recovered_tokens"] += boundary
             return
         report.shorten(boundary, LostReason.NO_ROOM)
+        self.connection.loads.explain(request, boundary, report)
         request.hit_report = report
         request.num_cached_tokens = boundary
         self.counters["prompt_tokens"] += request.num_prompt_tokens
@@ -351,7 +407,10 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Publish what a running request leaves behind and take its blocks."""
         self.manager.publish_last_state(request, finished=True)
-        self._release(request)
+        if self.connection.let_go(request):
+            self.running.remove(request)
+        else:
+            self._release(request)
 
     def _release(self, request: Request) -> None:
         self.manager.free(request)
@@ -369,12 +428,16 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_wait_steps = request.awaited_boundary = 0
+        self.connection.loads.forget(request)
         insort(self.waiting, request, key=_order)
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> list[RequestUpdate]:
         """Mark a request that holds nothing as finished; samples that wait for its prefill end with it."""
         updates = []
+        self.connection.loads.forget(request)
         for sample in (request, *request.siblings):
+            if sample is not request:
+                self.connection.ended(sample)
             sample.status = RequestStatus.FINISHED
             sample.finish_reason = reason
             sample.error = request.error
@@ -388,4 +451,17 @@ class Scheduler:
 
     def requests(self) -> Iterable[Request]:
         """All unfinished requests, running ones first."""
-        return (*self.running, *self.waiting)
+        return (*self.running, *self.waiting, *self.connection.loads.loading)
+
+    def _return_loading(self, back: list[Request], ended: list[Request], now: float) -> list[RequestUpdate]:
+        for request in back:
+            request.status = RequestStatus.WAITING
+            insort(self.waiting, request, key=_order)
+        return [update for request in ended for update in self._end_without_blocks(request, FinishReason.ERROR, now)]
+
+    def _end_without_blocks(self, request: Request, reason: FinishReason, now: float) -> list[RequestUpdate]:
+        """End a request that does not run."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.connection.ended(request)
+        return self._end(request, reason, now)

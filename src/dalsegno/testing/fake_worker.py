@@ -11,6 +11,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from dalsegno.connector.base import BlockMemory, WorkerConnector
+from dalsegno.connector.port import ConnectorPort
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.prefix.resolve import window_first_block
 from dalsegno.types import NULL_BLOCK, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
@@ -26,6 +28,7 @@ __all__ = [
 
 _MASK = (1 << 62) - 1
 _POISON = -1
+_MOMENT_S = 0.005
 
 
 def _mix(left: int, right: int) -> int:
@@ -117,16 +120,38 @@ class FakeClock:
         return self.time
 
 
+class _FakePort(ConnectorPort):
+    """A port on which time passes while somebody waits."""
+
+    def __init__(self, connector: WorkerConnector | None, memory: BlockMemory, clock: FakeClock) -> None:
+        super().__init__(connector, memory)
+        self._clock = clock
+
+    def wait(self, timeout_s: float) -> None:
+        """Let the connector's threads run for a moment, and time go on by all of `timeout_s`."""
+        super().wait(min(timeout_s, _MOMENT_S))
+        self._clock.time += timeout_s
+
+
 class FakeWorker:
     """Executes plans on integer cells; a read of a poisoned or never written cell raises AssertionError.
 
     Attributes:
+        port: the connector's worker side, if there is one.
+        memory: the integers as bytes, see `BlockMemory`.
         before_step: called with each plan before it runs; may raise, to make the step fail.
         num_steps: plans executed.
         num_computed: tokens computed, by request id.
     """
 
-    def __init__(self, layout: MemoryLayout, clock: FakeClock | None = None, *, vocab_size: int = 997) -> None:
+    def __init__(
+        self,
+        layout: MemoryLayout,
+        clock: FakeClock | None = None,
+        *,
+        vocab_size: int = 997,
+        connector: WorkerConnector | None = None,
+    ) -> None:
         """Make the memory of `layout`, poisoned throughout."""
         self.layout = layout
         self.clock = clock or FakeClock()
@@ -135,14 +160,31 @@ class FakeWorker:
         self.num_steps = 0
         self.num_computed: dict[str, int] = {}
         self.closed = False
+        widths = {group.group_id: 1 if group.is_state else group.block_size for group in layout.groups}
+        counts = {group.group_id: layout.num_slabs * group.blocks_per_slab for group in layout.groups}
+        flat = np.full(sum(counts[group] * widths[group] for group in widths), _POISON, dtype=np.int64)
+        self.memory = flat.data.cast("B")
         self._cells: dict[int, npt.NDArray[np.int64]] = {}
-        for group in layout.groups:
-            width = 1 if group.is_state else group.block_size
-            shape = (layout.num_slabs * group.blocks_per_slab, width)
-            self._cells[group.group_id] = np.full(shape, _POISON, dtype=np.int64)
+        self._begin: dict[int, int] = {}
+        begin = 0
+        for group, width in widths.items():
+            end = begin + counts[group] * width
+            self._begin[group] = begin
+            self._cells[group] = flat[begin:end].reshape(-1, width)
+            begin = end
+        self.port: ConnectorPort = _FakePort(connector, self, self.clock)
+
+    def spans(self, group_id: int, block: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Return where a block's first cells lie, see `BlockMemory`."""
+        width = self._cells[group_id].shape[1]
+        return [(8 * (self._begin[group_id] + block * width), 8 * min(num_tokens, width))]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan: copies, then each request's tokens, then sampling."""
+        with self.port.step(plan):
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         if self.before_step is not None:
             self.before_step(plan)
         self.num_steps += 1
@@ -174,6 +216,7 @@ class FakeWorker:
 
     def close(self) -> None:
         """Remember that the worker was closed."""
+        self.port.close()
         self.closed = True
 
     def _sample(self, request: ScheduledRequest, spec: SampleSpec, end_state: int | None, result: StepResult) -> None:

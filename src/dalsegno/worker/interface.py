@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from dalsegno.connector.port import ConnectorPort
 from dalsegno.types import StepPlan, StepResult
 
 __all__ = ["Worker"]
@@ -14,8 +15,16 @@ class Worker(Protocol):
     Called on the engine thread only. The worker never keeps the lists of a plan beyond the call.
     """
 
+    @property
+    def port(self) -> ConnectorPort:
+        """The connector's worker side, if there is one: what it reports, and how to wait for it."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step: copies, forward with exports, sample; return when all its bytes are written.
+
+        The connector's loads begin before the forward and its saves behind it, also when the step raises: what they
+        name was written by earlier steps.
 
         Modifies the blocks the plan names as targets, write blocks, exports and token slots; nothing else. An
         exception means that nothing of the step counts; those blocks then hold undefined bytes.

@@ -7,18 +7,32 @@ affair; this module moves bytes where it is told.
 import mmap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dalsegno.errors import OptionError
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.ops.views import PagedView, RowStrides, StateView
 from dalsegno.types import NULL_BLOCK, BlockCopy, LayerCacheSpec
 
-__all__ = ["KVMemory"]
+__all__ = ["HostBytes", "KVMemory"]
 
 _POISON_BYTE = 0xFF  # NaN in every floating-point format
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Device memory as bytes; see `dalsegno.connector.base.BlockMemory`."""
+
+    layout: MemoryLayout
+    memory: memoryview
+
+    def spans(self, group_id: int, block: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Return (offset, length) of the bytes of a block's first `num_tokens` tokens."""
+        return self.layout.spans(group_id, block, num_tokens)
 
 
 class KVMemory:
@@ -50,6 +64,16 @@ class KVMemory:
                 by_group[copy.group_id].append(copy)
             for group_id, group_copies in by_group.items():
                 self._copy_in_group(self.layout.groups[group_id], group_copies)
+
+    def host_bytes(self) -> "HostBytes":
+        """Return the memory as a connector sees it.
+
+        Raises:
+            OptionError: it is not in the host's memory.
+        """
+        if self.memory.device.type != "cpu":
+            raise OptionError(f"a KV connector needs device='cpu'; {self.memory.device} memory cannot be stored yet")
+        return HostBytes(self.layout, memoryview(self.memory.numpy().data))
 
     def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN, paddings included."""

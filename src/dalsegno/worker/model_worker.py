@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dalsegno.connector.base import WorkerConnector
+from dalsegno.connector.port import ConnectorPort
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.models.base import CausalLM
 from dalsegno.ops.batch import ForwardBatch, LayerCache, PagedBatch, PagedLayerCache, StateBatch, StateLayerCache
+from dalsegno.ops.native.library import kernels_in_use, load_kernels
 from dalsegno.ops.views import PagedView, StateView
 from dalsegno.types import PromptRows, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from dalsegno.worker.kv_memory import KVMemory
@@ -26,16 +29,33 @@ class ModelWorker:
 
     Attributes:
         memory: the cache's memory.
+        port: the connector's worker side, if there is one.
         logits_observer: for tests; called with request id, position of the token to be sampled and its logits
             `[vocab]` float32, once per row that is sampled from.
     """
 
-    def __init__(self, model: CausalLM, layout: MemoryLayout, device: torch.device | str) -> None:
-        """Take the memory of `layout` on `device`, where the model's parameters are."""
+    def __init__(
+        self,
+        model: CausalLM,
+        layout: MemoryLayout,
+        device: torch.device | str,
+        connector: WorkerConnector | None = None,
+        *,
+        native_kernels: bool = True,
+    ) -> None:
+        """Take the memory of `layout` on `device`, where the model's parameters are.
+
+        On a CPU `native_kernels` lets the ops use kernels in C, which are compiled where that was not done before.
+
+        Raises:
+            OptionError: there is a connector, and the device's memory is out of its reach.
+        """
         self.model = model
         self.layout = layout
         self.device = torch.device(device)
         self.memory = KVMemory(layout, self.device)
+        self._kernels = load_kernels() if native_kernels and self.device.type == "cpu" else None
+        self.port = ConnectorPort(connector, None if connector is None else self.memory.host_bytes())
         self.logits_observer: Callable[[str, int, Tensor], None] | None = None
 
     @torch.inference_mode()
@@ -45,9 +65,20 @@ class ModelWorker:
         Raises:
             EngineError: the model's output is not a number.
         """
-        self.memory.copy_blocks(plan.copies)
-        if not plan.requests:
-            return StepResult()
+        with self.port.step(plan), kernels_in_use(self._kernels):
+            self.memory.copy_blocks(plan.copies)
+            return self._run(plan) if plan.requests else StepResult()
+
+    def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
+        """Fill blocks with NaN."""
+        self.memory.poison(group_id, block_ids)
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        self.port.close()
+        self.memory.close()
+
+    def _run(self, plan: StepPlan) -> StepResult:
         batch = self._forward_batch(plan.requests)
         hidden = self.model(batch)
         result = StepResult(num_computed={request.request_id: len(request.token_ids) for request in plan.requests})
@@ -57,14 +88,6 @@ class ModelWorker:
                 rows = self._prompt_logprobs(request.prompt_rows, hidden[start + request.prompt_rows.first :])
                 result.prompt_logprobs[request.request_id] = rows
         return result
-
-    def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
-        """Fill blocks with NaN."""
-        self.memory.poison(group_id, block_ids)
-
-    def close(self) -> None:
-        """Give the device memory back."""
-        self.memory.close()
 
     def _forward_batch(self, requests: Sequence[ScheduledRequest]) -> ForwardBatch:
         query_start = [0, *np.cumsum([len(request.token_ids) for request in requests]).tolist()]

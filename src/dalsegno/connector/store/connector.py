@@ -1,0 +1,279 @@
+"""The store connector's scheduler side: what is stored, what is looked up, what is loaded.
+
+It asks the store only whether objects exist; bytes are the worker side's. `create` makes both sides over one store.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from dalsegno.connector.base import BoundPool, ConnectorOutput, ExternalMatch, MatchStatus, SchedulerConnector
+from dalsegno.connector.config import KVTransferConfig
+from dalsegno.connector.registry import ConnectorContext
+from dalsegno.connector.store.jobs import StoreJobs
+from dalsegno.connector.store.keys import KeyMaker
+from dalsegno.connector.store.lookup import LookupQuery, StoreMatch, find_in_store
+from dalsegno.connector.store.lookup_thread import LookupThread
+from dalsegno.connector.store.messages import LoadJob, ObjectRef, StepMeta, StoredObject, WorkerMeta
+from dalsegno.connector.store.objects import ObjectMap
+from dalsegno.connector.store.settings import StoreSettings
+from dalsegno.connector.store.worker import StoreWorker
+from dalsegno.kv.hand_off import HandOff
+from dalsegno.kv.loads import Load
+from dalsegno.kv.tables import ComputedBlocks
+from dalsegno.request import Request
+from dalsegno.store.base import Status, Store
+from dalsegno.store.keys import salt_tag
+from dalsegno.types import NULL_BLOCK, GroupKind, StepPlan
+
+__all__ = ["StoreScheduler", "create"]
+
+_COUNTERS = ("external_prefix_cache_lookups", "kv_offload_lookup_errors")
+_MISS = ExternalMatch(MatchStatus.MISS)
+
+
+def create(config: KVTransferConfig, context: ConnectorContext) -> tuple["StoreScheduler", StoreWorker]:
+    """Open the store and make both sides.
+
+    Raises:
+        OptionError: a setting is unknown or not allowed, or the store cannot be opened.
+    """
+    block_size = context.cache_config.block_size
+    settings = StoreSettings.parse(config, block_size)
+    store = _open(settings.store)
+    tokens = settings.object_tokens(block_size)
+    keys = [KeyMaker(context, rank, tokens, settings.cache_prefix) for rank in range(context.world_size)]
+    scheduler = StoreScheduler(config.kv_role, settings, context, store, keys)
+    return scheduler, StoreWorker(store, keys[context.rank], context, settings.pressure_pause_s)
+
+
+def _open(settings: Mapping[str, Any]) -> Store:
+    """Open the configured store; in Python "store" may also be one that is open."""
+    given = settings.get("store")
+    if given is not None and not isinstance(given, str):
+        return cast(Store, given)
+    from dalsegno.store.registry import open_store
+
+    return open_store(settings)
+
+
+class StoreScheduler(SchedulerConnector):
+    """See `SchedulerConnector`. Saves prompts and answers as the role says; every role looks up."""
+
+    def __init__(
+        self,
+        role: str,
+        settings: StoreSettings,
+        context: ConnectorContext,
+        store: Store,
+        keys: Sequence[KeyMaker],
+    ) -> None:
+        """Look up in `store`, whose owner is the worker side; `keys` are those of every rank."""
+        self._saves_prompts = role != "kv_consumer"
+        saves_answers = settings.save_decode_cache
+        self._saves_answers = role == "kv_both" if saves_answers is None else saves_answers
+        self._settings = settings
+        self._layout = context.layout
+        self._unit = context.cache_config.hash_block_size
+        self._objects = ObjectMap(context.layout, settings.object_tokens(context.cache_config.block_size))
+        self._clock = context.clock
+        self._store = store
+        self._keys = keys
+        self._thread: LookupThread | None = None
+        self._cleared = 0
+        self._must_clear = False
+        self._loads_outbox: list[LoadJob] = []
+        self._loads: dict[int, tuple[Request, tuple[StoredObject, ...]]] = {}
+        self._matches: dict[Request, StoreMatch] = {}
+        self._excluded: dict[Request, set[ObjectRef]] = {}
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+
+    def bind_block_pool(self, pool: BoundPool) -> None:
+        """See the base class."""
+        super().bind_block_pool(pool)
+        self._jobs = StoreJobs(pool, self._objects, self._settings.max_store_backlog_bytes)
+
+    def on_progress(self, callback: Callable[[], None]) -> None:
+        """See the base class."""
+        if self._settings.lookup_async:
+            self._thread = LookupThread(self._clock, self._settings.lookup_timeout_s, callback)
+
+    # Saving.
+
+    def saves(self, request: Request, boundary: int) -> bool:
+        """See `HandOffSink.saves`."""
+        if request.no_store:
+            return False
+        return self._saves_prompts if boundary <= request.num_prompt_tokens else self._saves_answers
+
+    def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
+        """See `HandOffSink.first_needed`."""
+        return self._jobs.first_needed(request, group_id, boundary, listed)
+
+    def register_partial_tail(
+        self, request: Request, block_ids: Sequence[Sequence[int]], offloads: Iterable[HandOff]
+    ) -> None:
+        """See the base class."""
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
+            self._jobs.follow(request)
+        for hand_off in offloads:
+            self._jobs.register(request, hand_off)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class; what the caller is told comes with `take_transfer_params`."""
+        self._excluded.pop(request, None)
+        self._matches.pop(request, None)
+        if self._thread is not None:
+            self._thread.forget(request)
+        return False, None
+
+    def is_answer_held(self, request: Request) -> bool:
+        """See the base class."""
+        return self._jobs.has_unfinished(request)
+
+    def take_transfer_params(self, request: Request) -> dict[str, Any] | None:
+        """Name the boundary of the request that is in the store."""
+        return {"do_remote_prefill": True, "stored_boundary": self._jobs.unfollow(request)}
+
+    # Looking up and loading.
+
+    def get_num_new_matched_tokens(self, request: Request, local: ComputedBlocks) -> ExternalMatch:
+        """See the base class."""
+        self._matches.pop(request, None)
+        if not self._settings.enable_lookup:
+            return ExternalMatch(MatchStatus.NONE)
+        if self._cleared < self._jobs.epoch:
+            return _MISS
+        if self._thread is None:
+            match = self._find(self._query(request, local))
+        elif self._thread.is_running(request):
+            done, match = self._thread.poll(request, lambda: None)
+            if not done:
+                return ExternalMatch(MatchStatus.PENDING)
+        else:
+            query = self._query(request, local)
+            done, match = self._thread.poll(request, lambda: self._find(query))
+            if not done:
+                return ExternalMatch(MatchStatus.PENDING)
+        if match is None or match.boundary <= local.boundary:
+            return _MISS
+        self._matches[request] = match
+        return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async)
+
+    def update_state_after_alloc(self, request: Request, load: Load) -> None:
+        """See the base class."""
+        match = self._matches.pop(request)
+        objects = []
+        for item in match.objects:
+            targets = load.targets[item.group_id]
+            group = self._layout.groups[item.group_id]
+            indices = range(1)
+            if not group.is_state:
+                indices = range(item.first_token // group.block_size, -(-item.boundary // group.block_size))
+            blocks = tuple(targets.get(index, NULL_BLOCK) for index in indices)
+            if any(blocks):
+                objects.append(StoredObject(item.group_id, item.first_token, item.boundary, item.block_hash, blocks))
+        self._loads[load.load_id] = request, tuple(objects)
+        self._loads_outbox.append(LoadJob(load.load_id, salt_tag(request.cache_salt), tuple(objects)))
+
+    # Speaking with the worker side.
+
+    def build_connector_meta(self, plan: StepPlan) -> StepMeta | None:
+        """See the base class."""
+        if not self.has_pending_push_work():
+            return None
+        step_meta = StepMeta(self._jobs.epoch, tuple(self._loads_outbox), tuple(self._jobs.outbox), self._must_clear)
+        self._loads_outbox, self._jobs.outbox, self._must_clear = [], [], False
+        return step_meta
+
+    def has_pending_push_work(self) -> bool:
+        """See the base class."""
+        return bool(self._loads_outbox or self._jobs.outbox or self._must_clear)
+
+    def has_pending_jobs(self) -> bool:
+        """See the base class."""
+        return len(self._jobs) > 0 or bool(self._loads) or self._cleared < self._jobs.epoch
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        """See the base class."""
+        for failure in output.failed:
+            request, objects = self._loads.get(failure.load_id, (None, ()))
+            for item in objects:
+                if request is not None and (item.group_id, item.boundary) == (failure.group_id, failure.boundary):
+                    self._jobs.known.discard(item.ref)
+                    self._excluded.setdefault(request, set()).add(item.ref)
+        for load_id in output.received:
+            self._loads.pop(load_id, None)
+        if isinstance(output.worker_meta, WorkerMeta):
+            for report in output.worker_meta.reports:
+                self._jobs.finish(report)
+            self._cleared = max(self._cleared, output.worker_meta.cleared)
+
+    def reset_cache(self) -> bool:
+        """Empty this engine's part of the store; until that has been reported nothing is looked up."""
+        self._jobs.reset()
+        self._must_clear = True
+        return True
+
+    def stats(self) -> Mapping[str, int | float]:
+        """See the base class."""
+        return {
+            **self.counters,
+            **self._jobs.counters,
+            "kv_offload_pending_jobs": len(self._jobs),
+            "kv_offload_backlog_bytes": self._jobs.backlog_bytes,
+        }
+
+    def shutdown(self) -> None:
+        """See the base class; the store was closed by the worker side."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _query(self, request: Request, local: ComputedBlocks) -> LookupQuery:
+        index, hashes = self.pool.index, request.block_hashes
+        reach = {
+            group.group_id: local.boundary_by_group[group.name]
+            for group in self._objects.groups
+            if group.kind is GroupKind.ATTENTION
+        }
+        held = {
+            group.group_id: frozenset(
+                (number + 1) * self._unit
+                for number, block_hash in enumerate(hashes)
+                if index.find(group.group_id, block_hash) != NULL_BLOCK
+            )
+            for group in self._objects.groups
+            if group.kind is not GroupKind.ATTENTION
+        }
+        return LookupQuery(
+            hashes=list(hashes),
+            salt=salt_tag(request.cache_salt),
+            limit=request.num_tokens - 1,
+            local_boundary=local.boundary,
+            local_reach=reach,
+            held=held,
+            predicted=(*request.checkpoint_at, request.num_tokens - 1),
+            excluded=frozenset(self._excluded.get(request, ())),
+        )
+
+    def _find(self, query: LookupQuery) -> StoreMatch | None:
+        self.counters["external_prefix_cache_lookups"] += 1
+        return find_in_store(
+            self._layout, self._unit, self._objects, query, self._exists, self._settings.max_state_probes
+        )
+
+    def _exists(self, salt: str, objects: Sequence[StoredObject]) -> list[bool]:
+        """Whether every rank's part of each object is stored."""
+        keys = [maker.key(salt, item) for maker in self._keys for item in objects]
+        try:
+            found = self._store.exists(keys)
+        except Exception:
+            found = []
+        if len(found) != len(keys):
+            self.counters["kv_offload_lookup_errors"] += 1
+            return [False] * len(objects)
+        self.counters["kv_offload_lookup_errors"] += sum(status is Status.ERROR for status in found)
+        ranks = [found[start : start + len(objects)] for start in range(0, len(found), len(objects))]
+        return [all(status is Status.OK for status in statuses) for statuses in zip(*ranks, strict=True)]

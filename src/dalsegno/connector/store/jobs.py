@@ -1,0 +1,150 @@
+"""From hand-offs to store jobs: what of a boundary is put, by whom it is owned, and what a report means."""
+
+from collections import Counter
+
+from dalsegno.connector.base import BoundPool
+from dalsegno.connector.store.ledger import JobLedger, KnownStored
+from dalsegno.connector.store.messages import JobReport, ObjectRef, StoredObject, StoreJob
+from dalsegno.connector.store.objects import ObjectMap
+from dalsegno.kv.hand_off import HandOff
+from dalsegno.request import Request
+from dalsegno.store.keys import salt_tag
+
+__all__ = ["StoreJobs"]
+
+_COUNTERS = ("kv_offload_jobs", "kv_offload_jobs_dropped", "kv_offload_jobs_incomplete")
+
+
+class StoreJobs:
+    """All store jobs of an engine. Used on the engine thread only.
+
+    Attributes:
+        epoch: raised by a reset; jobs of an older one put nothing.
+        outbox: registered and not yet told to the worker side.
+    """
+
+    def __init__(self, pool: BoundPool, objects: ObjectMap, max_backlog_bytes: int) -> None:
+        """Register jobs for hand-offs of `pool`."""
+        self._pool = pool
+        self._objects = objects
+        self.known = KnownStored()
+        self._ledger = JobLedger(max_backlog_bytes)
+        self.epoch = 0
+        self.outbox: list[StoreJob] = []
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        # What requests that ask for it are told: unfinished jobs, and the longest boundary that is stored.
+        self._followed: dict[Request, tuple[set[int], int]] = {}
+
+    def __len__(self) -> int:
+        """Jobs that have not been reported."""
+        return len(self._ledger)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes of the blocks that jobs hold."""
+        return self._ledger.backlog_bytes
+
+    def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
+        """See `HandOffSink.first_needed`: objects that are stored, or that a job is going to put, are not needed."""
+        group = self._pool.layout.groups[group_id]
+        for first, end in self._objects.needed(group, boundary):
+            if end > listed and not self._is_cared_for(request, group_id, end):
+                return first
+        return boundary
+
+    def register(self, request: Request, hand_off: HandOff) -> None:
+        """Make a job of a hand-off and take over its pins, or drop it, count it and give them back."""
+        puts: list[StoredObject] = []
+        requires: list[StoredObject] = []
+        missing = False
+        by_end = {(group, end): block for group, block, end in hand_off.entries}
+        for group in sorted(self._objects.groups, key=lambda group: group.is_state):
+            for first, end in self._objects.needed(group, hand_off.boundary):
+                named = self._named(request, group.group_id, first, end)
+                if named.ref in self.known:
+                    continue
+                if self._ledger.is_pending(named.ref):
+                    requires.append(named)
+                    continue
+                size = group.block_size
+                ends = [end] if group.is_state else [min(e + size, end) for e in range(first, end, size)]
+                blocks = [by_end.get((group.group_id, e)) for e in ends]
+                missing = missing or None in blocks
+                puts.append(
+                    StoredObject(
+                        group.group_id, first, end, named.block_hash, tuple(b for b in blocks if b is not None)
+                    )
+                )
+        used = {(item.group_id, block) for item in puts for block in item.blocks}
+        num_bytes = sum(self._pool.layout.groups[group].block_bytes for group, _ in used)
+        if missing or not self._ledger.has_room(num_bytes) or not self._pool.pins.has_room():
+            self._pool.pins.unpin(hand_off.blocks())
+            self.counters["kv_offload_jobs_dropped"] += 1
+            return
+        kept = [entry for entry in hand_off.blocks() if entry in used]
+        self._pool.pins.unpin(entry for entry in hand_off.blocks() if entry not in used)
+        if not puts and not requires:
+            self._note_stored(request, hand_off.boundary)
+            return
+        job = StoreJob(
+            self._ledger.next_id(),
+            self.epoch,
+            salt_tag(request.cache_salt),
+            hand_off.boundary,
+            tuple(puts),
+            tuple(requires),
+        )
+        self._ledger.register(job, kept, num_bytes)
+        self.outbox.append(job)
+        self.counters["kv_offload_jobs"] += 1
+        if request in self._followed:
+            self._followed[request][0].add(job.job_id)
+
+    def finish(self, report: JobReport) -> None:
+        """A job was reported by every rank; reports of unknown jobs are ignored."""
+        job = self._ledger.finish(report.job_id, self._pool.pins)
+        if job is None:
+            return
+        if job.epoch == self.epoch:
+            for ref in report.stored:
+                self.known.add(ref)
+        if not report.complete:
+            self.counters["kv_offload_jobs_incomplete"] += 1
+        for request, (jobs, boundary) in self._followed.items():
+            if job.job_id in jobs:
+                jobs.remove(job.job_id)
+                if report.complete and job.epoch == self.epoch:
+                    self._followed[request] = jobs, max(boundary, job.boundary)
+
+    def follow(self, request: Request) -> None:
+        """Note from now on what of the request is stored."""
+        self._followed.setdefault(request, (set(), 0))
+
+    def is_followed(self, request: Request) -> bool:
+        """Whether `follow` was called and `unfollow` was not."""
+        return request in self._followed
+
+    def has_unfinished(self, request: Request) -> bool:
+        """Whether a followed request has jobs that were not reported."""
+        return request in self._followed and bool(self._followed[request][0])
+
+    def unfollow(self, request: Request) -> int:
+        """Stop following; return the longest boundary of the request that is in the store."""
+        return self._followed.pop(request, (set(), 0))[1]
+
+    def reset(self) -> None:
+        """Begin a new epoch: nothing is known to be stored any more."""
+        self.epoch += 1
+        self.known.clear()
+
+    def _note_stored(self, request: Request, boundary: int) -> None:
+        if request in self._followed:
+            jobs, before = self._followed[request]
+            self._followed[request] = jobs, max(before, boundary)
+
+    def _is_cared_for(self, request: Request, group_id: int, end: int) -> bool:
+        ref: ObjectRef = group_id, request.block_hashes[end // self._pool.index.unit - 1]
+        return ref in self.known or self._ledger.is_pending(ref)
+
+    def _named(self, request: Request, group_id: int, first: int, end: int) -> StoredObject:
+        return StoredObject(group_id, first, end, request.block_hashes[end // self._pool.index.unit - 1])

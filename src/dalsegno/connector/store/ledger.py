@@ -1,0 +1,105 @@
+"""Store jobs and what is known to be stored. A job owns its blocks from registration to its report.
+
+Nothing but a report ends a job: no timeout, no preemption, no abort. What jobs hold is bounded, in bytes here and in
+slabs by `BlockPins`; what does not fit is refused before it is registered.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dalsegno.connector.store.messages import ObjectRef, StoreJob
+from dalsegno.kv.pins import BlockPins
+
+__all__ = ["JobLedger", "KnownStored"]
+
+
+class KnownStored:
+    """Objects a store has answered OK or EXISTS for; the longest unused are forgotten, which costs a question."""
+
+    def __init__(self, capacity: int = 262_144) -> None:
+        """Remember up to `capacity` objects."""
+        self._capacity = capacity
+        self._refs: OrderedDict[ObjectRef, None] = OrderedDict()
+
+    def __contains__(self, ref: ObjectRef) -> bool:
+        """Whether the object is known to be stored."""
+        if ref not in self._refs:
+            return False
+        self._refs.move_to_end(ref)
+        return True
+
+    def add(self, ref: ObjectRef) -> None:
+        """The store holds the object."""
+        self._refs[ref] = None
+        self._refs.move_to_end(ref)
+        if len(self._refs) > self._capacity:
+            self._refs.popitem(last=False)
+
+    def discard(self, ref: ObjectRef) -> None:
+        """The store did not have the object when it was asked for."""
+        self._refs.pop(ref, None)
+
+    def clear(self) -> None:
+        """The store was emptied."""
+        self._refs.clear()
+
+
+@dataclass(slots=True)
+class _Owned:
+    job: StoreJob
+    pins: list[tuple[int, int]]
+    num_bytes: int
+
+
+class JobLedger:
+    """The jobs that have not been reported. Used on the engine thread only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Let jobs hold up to `max_bytes` bytes of blocks."""
+        self._max_bytes = max_bytes
+        self._jobs: dict[int, _Owned] = {}
+        self._pending: Counter[ObjectRef] = Counter()
+        self._count = 0
+        self.backlog_bytes = 0
+
+    def __len__(self) -> int:
+        """Jobs that have not been reported."""
+        return len(self._jobs)
+
+    def is_pending(self, ref: ObjectRef) -> bool:
+        """Whether some job is going to put the object."""
+        return ref in self._pending
+
+    def next_id(self) -> int:
+        """A job id that was never used."""
+        self._count += 1
+        return self._count
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a job that holds `num_bytes` more may be registered."""
+        return self.backlog_bytes + num_bytes <= self._max_bytes
+
+    def register(self, job: StoreJob, pins: list[tuple[int, int]], num_bytes: int) -> None:
+        """A job begins; it takes over `pins`."""
+        self._jobs[job.job_id] = _Owned(job, pins, num_bytes)
+        self._pending.update(item.ref for item in job.objects)
+        self.backlog_bytes += num_bytes
+
+    def finish(self, job_id: int, pins: BlockPins) -> StoreJob | None:
+        """Every rank has reported the job: give its pins back. None for an id that is not pending."""
+        owned = self._jobs.pop(job_id, None)
+        if owned is None:
+            return None
+        for item in owned.job.objects:
+            self._pending[item.ref] -= 1
+            if not self._pending[item.ref]:
+                del self._pending[item.ref]
+        self.backlog_bytes -= owned.num_bytes
+        pins.unpin(owned.pins)
+        return owned.job
+
+    def pinned(self) -> Iterable[tuple[int, int]]:
+        """(group, block) of every pin of every job."""
+        for owned in self._jobs.values():
+            yield from owned.pins

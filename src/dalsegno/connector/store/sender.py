@@ -1,0 +1,184 @@
+"""The sender: a thread that takes store jobs in order and puts what the store lacks.
+
+A job's attention and window go first; its states are put only when everything below them is stored. Every job is
+reported exactly once, whatever raises. The epoch is checked before each put, so that nothing of before a reset enters
+the store behind it.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+
+from dalsegno.connector.base import BlockMemory
+from dalsegno.connector.store.keys import KeyMaker
+from dalsegno.connector.store.messages import JobReport, StepMeta, StoredObject, StoreJob
+from dalsegno.connector.store.pressure import PressureGate
+from dalsegno.connector.store.transfer import buffers_of, num_tokens_of
+from dalsegno.kv.layout import MemoryLayout
+from dalsegno.store.base import Status, Store
+from dalsegno.store.keys import StoreKey
+from dalsegno.store.objects import StoreObject, put_objects
+
+__all__ = ["Sender"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 32 * 2**20
+
+_COUNTERS = (
+    "kv_offload_store_bytes",
+    "kv_offload_store_objects",
+    "kv_offload_stores_skipped",
+    "kv_offload_allocation_failure",
+    "kv_offload_store_errors",
+)
+
+
+class Sender:
+    """Owns the thread. `push`, `touch`, `take` and `close` are called on the engine thread.
+
+    Attributes:
+        cleared: last epoch whose clearing has ended.
+        counters: written by the thread alone.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: KeyMaker,
+        layout: MemoryLayout,
+        memory: BlockMemory,
+        gate: PressureGate,
+        on_progress: Callable[[], None],
+    ) -> None:
+        """Start the thread."""
+        self._store = store
+        self._keys = keys
+        self._layout = layout
+        self._memory = memory
+        self._gate = gate
+        self._on_progress = on_progress
+        self._epoch = 0
+        self.cleared = 0
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._reports: deque[JobReport] = deque()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="dalsegno-sender", daemon=True)
+        self._thread.start()
+
+    def push(self, step_meta: StepMeta) -> None:
+        """Queue the jobs of a step, and before them the clearing it asks for."""
+        self._epoch = step_meta.epoch
+        if step_meta.clear:
+            self._tasks.put(lambda: self._clear(step_meta.epoch))
+        for job in step_meta.jobs:
+            self._tasks.put(lambda job=job: self._report(job))  # type: ignore[misc]
+
+    def touch(self, salt: str, objects: Sequence[StoredObject]) -> None:
+        """Queue the note that these objects were used."""
+        self._tasks.put(lambda: self._store.touch([self._keys.key(salt, item) for item in objects]))
+
+    def take(self) -> tuple[JobReport, ...]:
+        """Return and forget the reports that have come in."""
+        return tuple(self._reports.popleft() for _ in range(len(self._reports)))
+
+    def close(self) -> None:
+        """End the thread behind the put it is at; what is queued is not done."""
+        self._epoch = -1
+        self._tasks.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:
+                self.counters["kv_offload_store_errors"] += 1
+                logger.exception("a task of the sender failed")
+
+    def _clear(self, epoch: int) -> None:
+        try:
+            self._store.clear(namespace=self._keys.namespace)
+        finally:
+            self.cleared = epoch
+            self._on_progress()
+
+    def _report(self, job: StoreJob) -> None:
+        stored: dict[StoreKey, StoredObject] = {}
+        complete = False
+        try:
+            complete = self._do(job, stored)
+        except Exception:
+            self.counters["kv_offload_store_errors"] += 1
+            logger.exception("store job %d failed", job.job_id)
+        self._reports.append(JobReport(job.job_id, tuple(item.ref for item in stored.values()), complete))
+        self._on_progress()
+
+    def _do(self, job: StoreJob, stored: dict[StoreKey, StoredObject]) -> bool:
+        """Put a job's objects, adding those the store holds to `stored`; whether its boundary is complete."""
+        if job.epoch != self._epoch:
+            return False
+        if not self._gate.admits():
+            self.counters["kv_offload_stores_skipped"] += len(job.objects)
+            return False
+        states = [item for item in job.objects if self._layout.groups[item.group_id].is_state]
+        below = [item for item in job.objects if not self._layout.groups[item.group_id].is_state]
+        done = self._put(job, below, stored) and self._has_all(job) and self._put(job, states, stored)
+        self._store.touch([*stored, *(self._keys.key(job.salt, item) for item in job.requires)])
+        return done
+
+    def _has_all(self, job: StoreJob) -> bool:
+        """Whether what earlier jobs were to put is there."""
+        keys = [self._keys.key(job.salt, item) for item in job.requires]
+        return not keys or all(status is Status.OK for status in self._store.exists(keys))
+
+    def _put(self, job: StoreJob, items: Sequence[StoredObject], stored: dict[StoreKey, StoredObject]) -> bool:
+        """Put what is not there yet; whether all of `items` is there now."""
+        by_key = {self._keys.key(job.salt, item): item for item in items}
+        if not by_key:
+            return True
+        found = self._store.exists(list(by_key))
+        stored.update((key, by_key[key]) for key, status in zip(by_key, found, strict=True) if status is Status.OK)
+        for batch in self._batches([(key, item) for key, item in by_key.items() if key not in stored]):
+            if job.epoch != self._epoch:
+                return False
+            objects = [self._object(key, item) for key, item in batch]
+            statuses = put_objects(self._store, objects)
+            for (key, item), made, status in zip(batch, objects, statuses, strict=True):
+                self._count(status, sum(part.nbytes for part in made.parts))
+                if status in (Status.OK, Status.EXISTS):
+                    stored[key] = item
+            if Status.NO_ROOM in statuses:
+                self._gate.note(has_room=False)
+                return False
+            self._gate.note(has_room=True)
+        return len(by_key.keys() & stored.keys()) == len(by_key)
+
+    def _object(self, key: StoreKey, item: StoredObject) -> StoreObject:
+        parts = [part.toreadonly() for part in buffers_of(self._memory, self._layout, item)]
+        return StoreObject(key, num_tokens_of(self._layout, item), parts)
+
+    def _batches(
+        self, entries: Sequence[tuple[StoreKey, StoredObject]]
+    ) -> Iterator[list[tuple[StoreKey, StoredObject]]]:
+        batch: list[tuple[StoreKey, StoredObject]] = []
+        size = 0
+        for key, item in entries:
+            size += self._layout.groups[item.group_id].block_bytes * len(item.blocks)
+            batch.append((key, item))
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _count(self, status: Status, num_bytes: int) -> None:
+        if status is Status.OK:
+            self.counters["kv_offload_store_objects"] += 1
+            self.counters["kv_offload_store_bytes"] += num_bytes
+        elif status is Status.NO_ROOM:
+            self.counters["kv_offload_allocation_failure"] += 1
+        elif status is not Status.EXISTS:
+            self.counters["kv_offload_store_errors"] += 1

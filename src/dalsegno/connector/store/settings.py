@@ -1,0 +1,79 @@
+"""Settings of the store connector: the keys of `kv_connector_extra_config` that are not the store's own."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from dalsegno.connector.config import KVTransferConfig
+from dalsegno.errors import OptionError
+from dalsegno.options import check_integer, check_seconds
+
+__all__ = ["StoreSettings"]
+
+_BOOLEANS = ("enable_lookup", "load_async", "save_decode_cache", "lookup_async")
+_SECONDS = ("lookup_timeout_s", "pressure_pause_s")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Checked settings.
+
+    Attributes:
+        store_block_size: tokens per object of full attention, a multiple of the block size.
+        max_store_backlog_bytes: most bytes that store jobs hold at once; work beyond is dropped and counted.
+        max_state_probes: most boundaries one lookup asks for states at.
+        enable_lookup: whether to look up and load at all.
+        load_async: whether other requests run while one loads.
+        lookup_async: whether a lookup may take longer than a step; then it runs on a thread of its own.
+        lookup_timeout_s: after so long such a lookup is a miss.
+        save_decode_cache: whether answers are stored; default: in role kv_both.
+        cache_prefix: engines with different ones never hit each other.
+        pressure_pause_s: when the store had no room, saves are skipped for so long before one is tried again.
+        store: the settings of the store itself.
+
+    Raises:
+        OptionError: naming the key, what was given and what is allowed.
+    """
+
+    store_block_size: int = 256
+    max_store_backlog_bytes: int = 2**30
+    max_state_probes: int = 256
+    enable_lookup: bool = True
+    load_async: bool = True
+    lookup_async: bool = False
+    lookup_timeout_s: float = 5.0
+    save_decode_cache: bool | None = None
+    cache_prefix: str = ""
+    pressure_pause_s: float = 1.0
+    store: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_integer("store_block_size", self.store_block_size, 1)
+        check_integer("max_store_backlog_bytes", self.max_store_backlog_bytes, 0)
+        check_integer("max_state_probes", self.max_state_probes, 1)
+        for name in _BOOLEANS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "save_decode_cache" and value is None):
+                raise OptionError(f"kv_connector_extra_config: {name} must be true or false, got {value!r}")
+        for name in _SECONDS:
+            check_seconds(name, getattr(self, name))
+        if not isinstance(self.cache_prefix, str):
+            raise OptionError(f"kv_connector_extra_config: cache_prefix must be text, got {self.cache_prefix!r}")
+
+    @classmethod
+    def parse(cls, config: KVTransferConfig, block_size: int) -> "StoreSettings":
+        """Read the connector's settings; what it does not know is left to the store, which refuses by name."""
+        names = {entry.name for entry in fields(cls)} - {"store"}
+        given = dict(config.kv_connector_extra_config)
+        own = {name: given.pop(name) for name in list(given) if name in names}
+        settings = cls(**own, store=given)
+        if "store_block_size" in own and settings.store_block_size % block_size:
+            raise OptionError(
+                "kv_connector_extra_config: store_block_size must be a multiple of "
+                f"block_size={block_size}, got {settings.store_block_size}"
+            )
+        return settings
+
+    def object_tokens(self, block_size: int) -> int:
+        """Tokens per object of full attention: the setting, rounded up to whole blocks."""
+        return -(-self.store_block_size // block_size) * block_size

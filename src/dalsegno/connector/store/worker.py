@@ -1,0 +1,82 @@
+"""The store connector's worker side: one sender, one receiver, and the store they share."""
+
+from collections.abc import Callable, Mapping
+
+from dalsegno.connector.base import BlockMemory, WorkerConnector
+from dalsegno.connector.registry import ConnectorContext
+from dalsegno.connector.store.keys import KeyMaker
+from dalsegno.connector.store.messages import StepMeta, WorkerMeta
+from dalsegno.connector.store.pressure import PressureGate
+from dalsegno.connector.store.receiver import Receiver
+from dalsegno.connector.store.sender import Sender
+from dalsegno.store.base import Store
+from dalsegno.types import LoadFailure
+
+__all__ = ["StoreWorker"]
+
+
+class StoreWorker(WorkerConnector):
+    """See `WorkerConnector`. Owns the store and closes it."""
+
+    def __init__(self, store: Store, keys: KeyMaker, context: ConnectorContext, pressure_pause_s: float) -> None:
+        """Move the bytes of the rank whose `keys` these are."""
+        self._store = store
+        self._keys = keys
+        self._context = context
+        self._pressure_pause_s = pressure_pause_s
+        self._callback: Callable[[], None] = lambda: None
+        self._reported_cleared = 0
+
+    def on_progress(self, callback: Callable[[], None]) -> None:
+        """See the base class."""
+        self._callback = callback
+
+    def register_kv_caches(self, memory: BlockMemory) -> None:
+        """See the base class; starts the threads."""
+        self._store.register(memory.memory)
+        layout = self._context.layout
+        gate = PressureGate(self._context.clock, self._pressure_pause_s)
+        self._sender = Sender(self._store, self._keys, layout, memory, gate, self._progress)
+        self._receiver = Receiver(self._store, self._keys, layout, memory, self._sender.touch, self._progress)
+
+    def start_load_kv(self, step_meta: object) -> None:
+        """See the base class."""
+        assert isinstance(step_meta, StepMeta), "a store connector's worker was given somebody else's meta"
+        for job in step_meta.loads:
+            self._receiver.push(job)
+
+    def wait_for_save(self, step_meta: object) -> None:
+        """See the base class."""
+        assert isinstance(step_meta, StepMeta), "a store connector's worker was given somebody else's meta"
+        self._sender.push(step_meta)
+
+    def get_finished(self) -> tuple[set[str], set[int], list[LoadFailure]]:
+        """See the base class."""
+        done = self._receiver.take()
+        return set(), {load_id for load_id, _ in done}, [failure for _, failures in done for failure in failures]
+
+    def build_connector_worker_meta(self) -> WorkerMeta | None:
+        """See the base class."""
+        cleared = self._sender.cleared
+        reports = self._sender.take()
+        if not reports and cleared == self._reported_cleared:
+            return None
+        self._reported_cleared = cleared
+        return WorkerMeta(reports, cleared)
+
+    def stats(self) -> Mapping[str, int | float]:
+        """See the base class."""
+        return {
+            **self._sender.counters,
+            **self._receiver.counters,
+            **{f"kv_store_{name}": value for name, value in self._store.stats().items()},
+        }
+
+    def shutdown(self) -> None:
+        """See the base class."""
+        self._receiver.close()
+        self._sender.close()
+        self._store.close()
+
+    def _progress(self) -> None:
+        self._callback()
