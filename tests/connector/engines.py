@@ -13,7 +13,7 @@ from dalsegno.store.base import Store
 from dalsegno.testing.builders import make_layout, make_request
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker, expected_tokens
 
-__all__ = ["StoreEngine", "VOCABULARY"]
+__all__ = ["VOCABULARY", "StoreEngine"]
 
 VOCABULARY = 997
 _STALL_STEPS = 3000
