@@ -2,9 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from dalsegno.ops.native.library import Kernels
 
 LONG = os.environ.get("DALSEGNO_TEST_LONG", "") not in ("", "0")
 """True under `make test-long`: the same tests at full size."""
@@ -37,3 +41,14 @@ def traces_folder() -> Path:
     path = Path(folder)
     assert path.is_dir(), f"DALSEGNO_TRACES={folder} is not a folder"
     return path
+
+
+@pytest.fixture(scope="session")
+def kernels() -> "Kernels":
+    """The native kernels of the ops; tests that need them skip on a machine without a C compiler."""
+    from dalsegno.ops.native.library import load_kernels
+
+    loaded = load_kernels()
+    if loaded is None:
+        pytest.skip("no C compiler: the native kernels are not tested")
+    return loaded

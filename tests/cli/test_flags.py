@@ -27,6 +27,7 @@ OTHER_VALUES: dict[str, Any] = {
     "device": "cpu",
     "seed": 9,
     "threads": 1,
+    "native_kernels": False,
     "tokenizer": "folder",
     "skip_tokenizer_init": True,
     "debug": True,

@@ -68,6 +68,7 @@ def test_the_signature_of_llm_is_made_from_the_same_definition() -> None:
         ("seed", -1),
         ("seed", math.nan),
         ("threads", 0),
+        ("native_kernels", 1),
         ("tokenizer", ""),
         ("skip_tokenizer_init", "yes"),
         ("debug", 0),

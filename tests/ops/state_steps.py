@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dalsegno.ops import reference
@@ -32,13 +31,13 @@ class DeltaInputs:
     beta: Tensor
 
     @staticmethod
-    def random(num_tokens: int, seed: int = 0, decay: float = 0.1) -> "DeltaInputs":
+    def random(num_tokens: int, seed: int = 0, decay: float = 0.1, key_heads: int = HEADS) -> "DeltaInputs":
         """Draw inputs as a model makes them; `decay` scales the logarithms of the decays."""
         g = torch.Generator().manual_seed(seed)
         shape = (num_tokens, HEADS)
         return DeltaInputs(
-            F.normalize(torch.randn(*shape, KEY_DIM, generator=g), dim=-1),
-            F.normalize(torch.randn(*shape, KEY_DIM, generator=g), dim=-1),
+            torch.randn(num_tokens, key_heads, KEY_DIM, generator=g),
+            torch.randn(num_tokens, key_heads, KEY_DIM, generator=g),
             torch.randn(*shape, VALUE_DIM, generator=g),
             -decay * torch.rand(shape, generator=g),
             torch.rand(shape, generator=g),

@@ -19,6 +19,8 @@ from tests.ops.state_steps import (
     run_conv,
 )
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 MIXES = [[1], [2], [3], [4], [1, 1, 1], [1, 2, 3, 4, 5], [30, 1, 2, 30], [100]]
 
 

@@ -7,6 +7,8 @@ from dalsegno.ops.batch import StateBatch
 from tests.ops.memory import SlabMemory
 from tests.ops.state_steps import SCAN_SHAPES, SHAPES, DeltaInputs, ScanInputs, check_against_reference, seed_blocks
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 
 @pytest.mark.parametrize("num_bytes", [1, 2000, 1 << 20])
 @pytest.mark.parametrize("num_requests", [1, 7])

@@ -17,6 +17,8 @@ from tests.ops.state_steps import (
     run_scan,
 )
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 MIXES = [
     [1],
     [1, 1, 1],

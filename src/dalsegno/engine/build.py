@@ -92,7 +92,7 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
     _log.info("%s", start_up_plan)
     clock = MonotonicClock()
     setup, worker_side = _connector(options, path, dtype, ConnectorContext(layout, cache_config, {}, clock))
-    worker = ModelWorker(network, layout, device, worker_side)
+    worker = ModelWorker(network, layout, device, worker_side, native_kernels=options.native_kernels)
     core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug, connector=setup)
     front_end = FrontEnd(
         core,

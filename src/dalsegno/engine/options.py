@@ -69,6 +69,9 @@ class EngineOptions:
     device: str = _option("auto", "Where to run: auto, cpu, cuda or cuda:N.")
     seed: int = _option(0, "Seed of the random streams of requests that set none.")
     threads: int | None = _option(None, "CPU threads of the kernels, shared by the process; default: torch's choice.")
+    native_kernels: bool = _option(
+        True, "Use C kernels in decode steps on a CPU, compiled on first use where there is a C compiler."
+    )
     tokenizer: str | None = _option(None, "Folder or hub name of the tokenizer; default: the model's.")
     skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts are token ids, answers have no text.")
     kv_store: str | None = _option(None, "Folder of an embedded store that keeps prefixes beyond the process.")
@@ -82,7 +85,7 @@ class EngineOptions:
     debug: bool = _option(False, "Check every count after every step and poison freed memory; slow.")
 
     def __post_init__(self) -> None:
-        for name in ("enable_prefix_caching", "skip_tokenizer_init", "debug"):
+        for name in ("enable_prefix_caching", "native_kernels", "skip_tokenizer_init", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):

@@ -18,6 +18,7 @@ from dalsegno.models.layers import Linear, RMSNorm, empty_parameter, scaled
 from dalsegno.models.rope import RopeConfig, RotaryEmbedding, Rotation
 from dalsegno.models.weights import FusedTensor, WeightTarget
 from dalsegno.ops.batch import ForwardBatch, LayerCache
+from dalsegno.ops.linear import linear
 from dalsegno.types import LayerCacheSpec
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer", "DecoderNames", "FeedForward", "Mixer"]
@@ -200,7 +201,7 @@ class Decoder(CausalLM):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return `[N, vocab_size]` float32."""
-        logits: Tensor = functional.linear(hidden, self.embedding) if self.head is None else self.head(hidden)
+        logits: Tensor = linear(hidden, self.embedding) if self.head is None else self.head(hidden)
         return scaled(logits.float(), self.config.logits_multiplier)
 
     def weight_targets(self) -> dict[str, WeightTarget]:

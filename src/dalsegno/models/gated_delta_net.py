@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dalsegno.models.layers import GatedRMSNorm, Linear, empty_parameter
+from dalsegno.models.layers import Linear, RMSNorm, empty_parameter
 from dalsegno.models.rope import Rotation
 from dalsegno.models.weights import WeightTarget
 from dalsegno.ops.batch import LayerCache, StateLayerCache
@@ -20,8 +20,6 @@ from dalsegno.ops.gated_delta import gated_delta_rule
 from dalsegno.types import CachePart, GroupKind, LayerCacheSpec
 
 __all__ = ["GatedDeltaNet", "GatedDeltaNetConfig"]
-
-_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         self.conv_weight = empty_parameter(config.conv_size, config.conv_kernel, dtype=dtype)
         self.dt_bias = empty_parameter(heads, dtype=torch.float32)
         self.A_log = empty_parameter(heads, dtype=torch.float32)
-        self.norm = GatedRMSNorm(config.value_dim, config.norm_eps, dtype)
+        self.norm = RMSNorm(config.value_dim, config.norm_eps, dtype)
         self.out_proj = Linear(config.value_size, config.hidden_size, dtype)
 
     def forward(self, hidden: Tensor, rotation: Rotation, cache: LayerCache | None) -> Tensor:
@@ -87,8 +85,8 @@ class GatedDeltaNet(nn.Module):
         mixed = causal_conv(mixed, self.conv_weight, None, cache, part="conv", activation="silu")
         query, key, value = mixed.split((config.key_size, config.key_size, config.value_size), dim=-1)
         output = gated_delta_rule(
-            self._key_heads(query) * config.key_dim**-0.5,
-            self._key_heads(key),
+            query.unflatten(-1, (-1, config.key_dim)),
+            key.unflatten(-1, (-1, config.key_dim)),
             value.unflatten(-1, (heads, config.value_dim)),
             -self.A_log.exp() * functional.softplus(decay.float() + self.dt_bias),
             beta.sigmoid(),
@@ -98,12 +96,6 @@ class GatedDeltaNet(nn.Module):
         output = self.norm(output.to(hidden.dtype), gate.unflatten(-1, (heads, config.value_dim)))
         projected: Tensor = self.out_proj(output.reshape(num_tokens, -1))
         return projected
-
-    def _key_heads(self, channels: Tensor) -> Tensor:
-        """Normalise `[T, key_size]` per head and repeat each head for its value heads: `[T, Hv, key_dim]`."""
-        heads: Tensor = channels.unflatten(-1, (self.config.num_key_heads, self.config.key_dim)).float()
-        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _NORM_EPS)
-        return heads.repeat_interleave(self.config.num_value_heads // self.config.num_key_heads, dim=1)
 
     def cache_spec(self, layer: int) -> LayerCacheSpec:
         """Return what the layer keeps: the convolution's last inputs, oldest first, and the state of each head."""

@@ -6,17 +6,19 @@ one input are fused into one matrix, whose rows are the single ones.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dalsegno.models.weights import FusedTensor, WeightTarget
+from dalsegno.ops.linear import linear
+from dalsegno.ops.norms import rms_norm
 
 __all__ = [
     "CentredRMSNorm",
     "GatedMLP",
-    "GatedRMSNorm",
     "Linear",
     "MLPNames",
     "RMSNorm",
@@ -46,7 +48,7 @@ class Linear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply the map."""
-        return functional.linear(hidden, self.weight, self.bias)
+        return linear(hidden, self.weight, self.bias)
 
     def weight_targets(self, rows: dict[str, int]) -> dict[str, WeightTarget]:
         """Return the targets of projections stacked in order: checkpoint prefix -> number of output rows."""
@@ -62,16 +64,24 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension: normalised in float32, then times the weight."""
+    """Root-mean-square norm over the last dimension: normalised in float32, then times the weight.
+
+    Attributes:
+        offset: added to the weight, which checkpoints may store as its distance from one.
+        wide: the weight is applied in float32.
+    """
+
+    offset: ClassVar[float] = 0.0
+    wide: ClassVar[bool] = False
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
         self.weight = empty_parameter(size, dtype=dtype)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise `[..., size]`."""
-        return self.weight * _normalise(hidden.float(), self.eps).to(hidden.dtype)
+    def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise `[..., size]`, then multiply by `silu(gate)`, a tensor of the same shape, where there is one."""
+        return rms_norm(hidden, self.weight, self.eps, offset=self.offset, wide=self.wide, gate=gate)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         """Return the one checkpoint tensor."""
@@ -79,32 +89,16 @@ class RMSNorm(nn.Module):
 
 
 class CentredRMSNorm(RMSNorm):
-    """RMSNorm whose weight is stored as its distance from one; all of it in float32."""
+    """RMSNorm whose weight is stored as its distance from one."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise `[..., size]`."""
-        return (_normalise(hidden.float(), self.eps) * (1.0 + self.weight.float())).to(hidden.dtype)
+    offset: ClassVar[float] = 1.0
+    wide: ClassVar[bool] = True
 
 
 class WideRMSNorm(RMSNorm):
     """RMSNorm whose weight is applied in float32."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise `[..., size]`."""
-        return (_normalise(hidden.float(), self.eps) * self.weight.float()).to(hidden.dtype)
-
-
-class GatedRMSNorm(RMSNorm):
-    """RMSNorm followed by a SiLU gate, which is applied in float32."""
-
-    def forward(self, hidden: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise `[..., size]` and multiply by `silu(gate)`, a tensor of the same shape."""
-        assert gate is not None, "the gated norm needs its gate"
-        return (super().forward(hidden) * functional.silu(gate.float())).to(hidden.dtype)
-
-
-def _normalise(hidden: Tensor, eps: float) -> Tensor:
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+    wide: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

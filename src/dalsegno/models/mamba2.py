@@ -17,6 +17,7 @@ from dalsegno.models.rope import Rotation
 from dalsegno.models.weights import WeightTarget
 from dalsegno.ops.batch import LayerCache, StateLayerCache
 from dalsegno.ops.causal_conv import causal_conv
+from dalsegno.ops.norms import rms_norm
 from dalsegno.ops.selective_scan import selective_scan
 from dalsegno.types import CachePart, GroupKind, LayerCacheSpec
 
@@ -129,9 +130,9 @@ class Mamba2(nn.Module):
         if self.config.gate_order is not GateOrder.AFTER_NORM:
             wide = wide * factor
         if self.norm_weight is not None:
+            weight = self.norm_weight.unflatten(0, (self.config.num_groups, -1))
             grouped = wide.unflatten(-1, (self.config.num_groups, -1))
-            wide = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.config.norm_eps)).flatten(1)
-            wide = wide * self.norm_weight.float()
+            wide = rms_norm(grouped, weight, self.config.norm_eps, wide=True).flatten(1)
         if self.config.gate_order is GateOrder.AFTER_NORM:
             wide = wide * factor
         return wide.to(gate.dtype)

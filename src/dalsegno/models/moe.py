@@ -1,17 +1,13 @@
-"""Mixture of experts with a shared expert, without a host sync and without a loop over tokens.
-
-Tokens are sorted by expert and each expert's matrix meets its own tokens in one grouped product, so the cost is that
-of the chosen experts for one token as for thousands. Sums run in a fixed order: a token's result depends on no other.
-"""
+"""Mixture of experts with a shared expert: which experts a token meets, and the matrices of all."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dalsegno.models.layers import GatedMLP, Linear, empty_parameter
 from dalsegno.models.weights import FusedTensor, WeightTarget
+from dalsegno.ops.experts import routed_experts
 
 __all__ = ["Experts", "MixtureConfig", "MixtureOfExperts"]
 
@@ -34,8 +30,6 @@ class Experts(nn.Module):
     An expert is a gated MLP with SiLU, or without `gated` `down(relu(up(x))^2)`.
     """
 
-    expert_ids: Tensor
-
     def __init__(
         self, hidden_size: int, num_experts: int, intermediate_size: int, dtype: torch.dtype, *, gated: bool = True
     ) -> None:
@@ -46,23 +40,10 @@ class Experts(nn.Module):
         rows = 2 * intermediate_size if gated else intermediate_size
         self.up = empty_parameter(num_experts, rows, hidden_size, dtype=dtype)
         self.down = empty_parameter(num_experts, hidden_size, intermediate_size, dtype=dtype)
-        self.register_buffer("expert_ids", torch.arange(num_experts), persistent=False)
 
     def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return `[T, hidden]`, the weighted sum of each token's experts; `experts` and `weights` are `[T, k]`."""
-        flat, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(flat, self.expert_ids, right=True).int()
-        rows = functional.grouped_mm(hidden[order // experts.shape[1]], self.up.transpose(1, 2), offs=ends)
-        if self.gated:
-            gate, up = rows.chunk(2, dim=-1)
-            rows = functional.silu(gate) * up
-        else:
-            rows = functional.relu(rows).square()
-        rows = functional.grouped_mm(rows, self.down.transpose(1, 2), offs=ends)
-        outputs = torch.empty_like(rows)
-        outputs[order] = rows
-        outputs = outputs.view(*weights.shape, -1) * weights[..., None]
-        return outputs.sum(1)
+        return routed_experts(hidden, experts, weights, self.up, self.down, gated=self.gated)
 
     def weight_targets(self, prefix: str) -> dict[str, WeightTarget]:
         """Return the projections expert by expert."""

@@ -9,6 +9,7 @@ from torch.nn import functional
 from dalsegno.models.layers import Linear, empty_parameter
 from dalsegno.models.moe import Experts
 from dalsegno.models.weights import FusedTensor, WeightTarget
+from dalsegno.ops.linear import linear
 
 __all__ = ["GroupRoutedExperts", "RoutingConfig", "SquaredMLP"]
 
@@ -94,7 +95,7 @@ class GroupRoutedExperts(nn.Module):
     def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of each token and their weights, `[T, k]` each."""
         config = self.config
-        scores = functional.linear(hidden.float(), self.router).sigmoid()
+        scores = linear(hidden.float(), self.router).sigmoid()
         choice = scores + self.choice_bias
         if config.groups_per_token < config.num_groups:
             grouped = choice.unflatten(-1, (config.num_groups, -1))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dalsegno.ops.batch import StateLayerCache
+from dalsegno.ops.native import calls as native
 
 __all__ = ["causal_conv"]
 
@@ -39,6 +40,9 @@ def causal_conv(
         `[T, channels]`, dtype of `x`.
     """
     assert activation in ("silu", None), f"activation must be 'silu' or None, got {activation!r}"
+    stepped = native.conv_step(x, weight, bias, cache, part, activate=activation == "silu")
+    if stepped is not None:
+        return stepped
     batch, rows, strides = cache.batch, cache.view.rows[part], cache.view.strides[part]
     num_channels, width = weight.shape
     windows = rows.index_select(0, batch.read_rows(strides)).view(-1, num_channels, width - 1).to(x.dtype).mT

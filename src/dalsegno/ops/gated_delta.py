@@ -11,10 +11,13 @@ from torch import Tensor
 
 from dalsegno.ops.batch import StateLayerCache
 from dalsegno.ops.decays import LEAST_LOG_DECAY, tile_decays
+from dalsegno.ops.native import calls as native
 from dalsegno.ops.recurrence import Recurrence, run_recurrence
 from dalsegno.ops.tiles import TileGrid
 
 __all__ = ["gated_delta_rule"]
+
+_NORM_EPS = 1e-6
 
 
 def gated_delta_rule(
@@ -29,14 +32,12 @@ def gated_delta_rule(
     """Run the gated delta rule from each request's read block, and write its state to its write and export blocks.
 
     Per token t and head, with the state S `[key_dim, value_dim]` in float32:
-    `S = exp(log_decay_t) S; S = S + key_t (beta_t (value_t - key_t S))^T; out_t = query_t S`.
-
-    `query` and `key` are used as given: normalizing and scaling are the caller's. All heads are value heads: fewer key
-    heads are repeated by the caller.
+    `S = exp(log_decay_t) S; S = S + key_t (beta_t (value_t - key_t S))^T; out_t = query_t S / sqrt(key_dim)`,
+    where query and key are first made unit vectors: `x / sqrt(sum(x^2) + 1e-6)`.
 
     Args:
-        query: `[T, heads, key_dim]`.
-        key: `[T, heads, key_dim]`.
+        query: `[T, key_heads, key_dim]`; head h reads key head `h // (heads // key_heads)`.
+        key: `[T, key_heads, key_dim]`, likewise.
         value: `[T, heads, value_dim]`.
         log_decay: `[T, heads]`, at most 0.
         beta: `[T, heads]`.
@@ -46,13 +47,25 @@ def gated_delta_rule(
     Returns:
         `[T, heads, value_dim]`, dtype of `value`.
     """
-    rule = _DeltaRule(query.float(), key.float(), value.float(), log_decay.float(), beta.float())
+    stepped = native.gated_delta_step(query, key, value, log_decay, beta, cache, part, _NORM_EPS)
+    if stepped is not None:
+        return stepped
+    repeats = value.shape[1] // query.shape[1]
+    query, key = _unit(query, repeats) * query.shape[-1] ** -0.5, _unit(key, repeats)
+    rule = _DeltaRule(query, key, value.float(), log_decay.float(), beta.float())
     return run_recurrence(rule, cache, part).to(value.dtype)
+
+
+def _unit(heads: Tensor, repeats: int) -> Tensor:
+    """Normalise `[T, key_heads, key_dim]` in float32 and repeat each head for its value heads."""
+    heads = heads.float()
+    heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _NORM_EPS)
+    return heads.repeat_interleave(repeats, dim=1)
 
 
 @dataclass(slots=True)
 class _DeltaRule(Recurrence):
-    """The op's inputs, `[T, heads, dim]` and `[T, heads]`; states are `[heads, key_dim, value_dim]`."""
+    """The op's inputs by value head, `[T, heads, dim]` and `[T, heads]`; states are `[heads, key_dim, value_dim]`."""
 
     query: Tensor
     key: Tensor

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from dalsegno.ops.batch import PagedLayerCache, StateLayerCache
 
-__all__ = ["causal_conv", "gated_delta_rule", "paged_attention", "selective_scan"]
+__all__ = [
+    "causal_conv",
+    "gated_delta_rule",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "routed_experts",
+    "selective_scan",
+]
 
 
 def paged_attention(query: Tensor, key: Tensor, value: Tensor, cache: PagedLayerCache, scale: float) -> Tensor:
@@ -51,16 +59,23 @@ def gated_delta_rule(
     """Define `dalsegno.ops.gated_delta.gated_delta_rule`."""
     batch = cache.batch
     out = torch.empty(value.shape)
+    query, key = (
+        (x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(
+            value.shape[1] // x.shape[1], dim=1
+        )
+        for x in (query, key)
+    )
+    query = query / query.shape[-1] ** 0.5
     states = _read_states(cache, part)
     written: dict[int, Tensor] = {}
     for row, state in enumerate(states):
         begin, end = batch.query_start[row], batch.query_start[row + 1]
         for token in range(begin, end):
             state *= log_decay[token].float().exp()[:, None, None]
-            predicted = torch.einsum("hk,hkv->hv", key[token].float(), state)
+            predicted = torch.einsum("hk,hkv->hv", key[token], state)
             delta = beta[token].float()[:, None] * (value[token].float() - predicted)
-            state += key[token].float()[:, :, None] * delta[:, None, :]
-            out[token] = torch.einsum("hk,hkv->hv", query[token].float(), state)
+            state += key[token][:, :, None] * delta[:, None, :]
+            out[token] = torch.einsum("hk,hkv->hv", query[token], state)
             _note_exports(batch.exports, row, token - begin + 1, state, written)
         written[batch.write_blocks[row]] = state
     _write_states(cache, part, written)
@@ -120,6 +135,44 @@ def causal_conv(
         written[batch.write_blocks[row]] = state
     _write_states(cache, part, written)
     return (F.silu(out) if activation == "silu" else out).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Define `dalsegno.ops.linear.linear`."""
+    out = (x.float()[..., None, :] * weight.float()).sum(-1)
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def rms_norm(
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    wide: bool = False,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Define `dalsegno.ops.norms.rms_norm`; in float32 `wide` makes no difference."""
+    assert hidden.dtype == torch.float32, "the reference is for float32"
+    out = hidden / (hidden.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
+    return out if gate is None else out * gate * torch.sigmoid(gate)
+
+
+def routed_experts(
+    hidden: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, *, gated: bool
+) -> Tensor:
+    """Define `dalsegno.ops.experts.routed_experts`."""
+    out = torch.zeros(hidden.shape)
+    for token, x in enumerate(hidden.float()):
+        for expert, weight in zip(experts[token].tolist(), weights[token].float(), strict=True):
+            inner = up[expert].float() @ x
+            if gated:
+                gate, linear_part = inner.chunk(2)
+                inner = gate * torch.sigmoid(gate) * linear_part
+            else:
+                inner = inner.clamp(min=0.0) ** 2
+            out[token] += weight * (down[expert].float() @ inner)
+    return out.to(hidden.dtype)
 
 
 def _slot(

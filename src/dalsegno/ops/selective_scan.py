@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dalsegno.ops.batch import StateLayerCache
 from dalsegno.ops.decays import LEAST_LOG_DECAY, tile_decays
+from dalsegno.ops.native import calls as native
 from dalsegno.ops.recurrence import Recurrence, run_recurrence
 from dalsegno.ops.tiles import TileGrid
 
@@ -46,6 +47,9 @@ def selective_scan(
     Returns:
         `[T, heads, head_dim]`, dtype of `value`.
     """
+    stepped = native.scan_step(value, step, rate, key, query, skip, cache, part)
+    if stepped is not None:
+        return stepped
     step, wide = step.float(), value.float()
     rule = _ScanRule(wide * step[..., None], step * rate.float(), key.float(), query.float())
     return run_recurrence(rule, cache, part).addcmul_(wide, skip.float()[:, None]).to(value.dtype)
