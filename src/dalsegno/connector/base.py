@@ -83,6 +83,11 @@ class BlockMemory(Protocol):
         """All of it, writable, one byte per item."""
         ...
 
+    @property
+    def path(self) -> str | None:
+        """Where another process of this user can open the same memory; None if it is not shared."""
+        ...
+
     def spans(self, group_id: int, block: int, num_tokens: int) -> Sequence[tuple[int, int]]:
         """Return (offset, length) of the bytes of a block's first `num_tokens` tokens, layer by layer, part by part.
 
@@ -213,7 +218,12 @@ class WorkerConnector:
 
     Threads and processes of the connector's own touch only blocks that a load or a store job names, as long as it has
     not been reported.
+
+    Attributes:
+        needs_shared_memory: whether the memory it registers must be open to another process.
     """
+
+    needs_shared_memory = False
 
     def register_kv_caches(self, memory: BlockMemory) -> None:
         """Called once, before the first step."""

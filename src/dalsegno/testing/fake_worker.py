@@ -174,6 +174,11 @@ class FakeWorker:
             begin = end
         self.port: ConnectorPort = _FakePort(connector, self, self.clock)
 
+    @property
+    def path(self) -> None:
+        """The integers are this process's own."""
+        return None
+
     def spans(self, group_id: int, block: int, num_tokens: int) -> list[tuple[int, int]]:
         """Return where a block's first cells lie, see `BlockMemory`."""
         width = self._cells[group_id].shape[1]

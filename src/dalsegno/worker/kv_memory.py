@@ -5,34 +5,23 @@ affair; this module moves bytes where it is told.
 """
 
 import mmap
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dalsegno.connector.host_bytes import HostBytes
 from dalsegno.errors import OptionError
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.ops.views import PagedView, RowStrides, StateView
 from dalsegno.types import NULL_BLOCK, BlockCopy, LayerCacheSpec
 
-__all__ = ["HostBytes", "KVMemory"]
+__all__ = ["KVMemory"]
 
 _POISON_BYTE = 0xFF  # NaN in every floating-point format
-
-
-@dataclass(frozen=True, slots=True)
-class HostBytes:
-    """Device memory as bytes; see `dalsegno.connector.base.BlockMemory`."""
-
-    layout: MemoryLayout
-    memory: memoryview
-
-    def spans(self, group_id: int, block: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Return (offset, length) of the bytes of a block's first `num_tokens` tokens."""
-        return self.layout.spans(group_id, block, num_tokens)
 
 
 class KVMemory:
@@ -44,9 +33,11 @@ class KVMemory:
         views: view of each layer that keeps something, by layer.
     """
 
-    def __init__(self, layout: MemoryLayout, device: torch.device | str) -> None:
+    def __init__(self, layout: MemoryLayout, device: torch.device | str, *, shared: bool = False) -> None:
+        """Make the slabs; `shared` ones, which are the host's, can be opened by other processes of this user."""
         self.layout = layout
-        self.memory = _zeros(layout.total_bytes, torch.device(device))
+        self._file = os.memfd_create("dalsegno-kv", os.MFD_CLOEXEC) if shared else None
+        self.memory = _zeros(layout.total_bytes, torch.device(device), self._file)
         self.views: dict[int, PagedView | StateView] = {}
         for group in layout.groups:
             for layer, offsets in zip(group.layers, group.part_offsets, strict=True):
@@ -65,7 +56,7 @@ class KVMemory:
             for group_id, group_copies in by_group.items():
                 self._copy_in_group(self.layout.groups[group_id], group_copies)
 
-    def host_bytes(self) -> "HostBytes":
+    def host_bytes(self) -> HostBytes:
         """Return the memory as a connector sees it.
 
         Raises:
@@ -73,7 +64,8 @@ class KVMemory:
         """
         if self.memory.device.type != "cpu":
             raise OptionError(f"a KV connector needs device='cpu'; {self.memory.device} memory cannot be stored yet")
-        return HostBytes(self.layout, memoryview(self.memory.numpy().data))
+        path = None if self._file is None else f"/proc/{os.getpid()}/fd/{self._file}"
+        return HostBytes(self.layout, memoryview(self.memory.numpy().data), path)
 
     def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
         """Fill blocks with NaN, paddings included."""
@@ -87,6 +79,9 @@ class KVMemory:
         """Give the memory back; nothing else is called afterwards."""
         self.views.clear()
         self.memory = self.memory.new_empty(0)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _view(self, group: GroupSpec, layer: LayerCacheSpec, offsets: tuple[int, ...]) -> PagedView | StateView:
         parts = {
@@ -134,11 +129,15 @@ def _rows(view: PagedView | StateView) -> Iterator[tuple[Tensor, RowStrides]]:
         yield view.value_rows, view.value_strides
 
 
-def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Make `[num_bytes]` uint8 zeros; on a CPU a page becomes resident when it is first written."""
+def _zeros(num_bytes: int, device: torch.device, file: int | None) -> Tensor:
+    """Make `[num_bytes]` uint8 zeros, in `file` if given; on a CPU a page becomes resident when it is first written."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if file is not None:
+        os.ftruncate(file, num_bytes)
+        pages = mmap.mmap(file, num_bytes)
+    else:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

@@ -53,7 +53,8 @@ class ModelWorker:
         self.model = model
         self.layout = layout
         self.device = torch.device(device)
-        self.memory = KVMemory(layout, self.device)
+        shared = connector is not None and connector.needs_shared_memory
+        self.memory = KVMemory(layout, self.device, shared=shared)
         self._kernels = load_kernels() if native_kernels and self.device.type == "cpu" else None
         self.port = ConnectorPort(connector, None if connector is None else self.memory.host_bytes())
         self.logits_observer: Callable[[str, int, Tensor], None] | None = None

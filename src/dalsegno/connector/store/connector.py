@@ -18,6 +18,7 @@ from dalsegno.connector.store.messages import LoadJob, ObjectRef, StepMeta, Stor
 from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.connector.store.worker import StoreWorker
+from dalsegno.errors import OptionError
 from dalsegno.kv.hand_off import HandOff
 from dalsegno.kv.loads import Load
 from dalsegno.kv.tables import ComputedBlocks
@@ -40,21 +41,23 @@ def create(config: KVTransferConfig, context: ConnectorContext) -> tuple["StoreS
     """
     block_size = context.cache_config.block_size
     settings = StoreSettings.parse(config, block_size)
-    store = _open(settings.store)
+    store = _open(settings)
     tokens = settings.object_tokens(block_size)
     keys = [KeyMaker(context, rank, tokens, settings.cache_prefix) for rank in range(context.world_size)]
     scheduler = StoreScheduler(config.kv_role, settings, context, store, keys)
-    return scheduler, StoreWorker(store, keys[context.rank], context, settings.pressure_pause_s)
+    return scheduler, StoreWorker(store, keys[context.rank], context, settings)
 
 
-def _open(settings: Mapping[str, Any]) -> Store:
+def _open(settings: StoreSettings) -> Store:
     """Open the configured store; in Python "store" may also be one that is open."""
-    given = settings.get("store")
+    given = settings.store.get("store")
     if given is not None and not isinstance(given, str):
+        if settings.offload_worker == "process":
+            raise OptionError("kv_connector_extra_config: offload_worker='process' needs a store it can open by itself")
         return cast(Store, given)
     from dalsegno.store.registry import open_store
 
-    return open_store(settings)
+    return open_store(settings.store)
 
 
 class StoreScheduler(SchedulerConnector):
@@ -204,8 +207,12 @@ class StoreScheduler(SchedulerConnector):
                 if request is not None and (item.group_id, item.boundary) == (failure.group_id, failure.boundary):
                     self._jobs.known.discard(item.ref)
                     self._excluded.setdefault(request, set()).add(item.ref)
+        failed = {(failure.load_id, failure.group_id, failure.boundary) for failure in output.failed}
         for load_id in output.received:
-            self._loads.pop(load_id, None)
+            _, objects = self._loads.pop(load_id, (None, ()))
+            for item in objects:
+                if (load_id, item.group_id, item.boundary) not in failed:
+                    self._jobs.known.add(item.ref)
         if isinstance(output.worker_meta, WorkerMeta):
             for report in output.worker_meta.reports:
                 self._jobs.finish(report)

@@ -29,6 +29,7 @@ class StoreSettings:
         save_decode_cache: whether answers are stored; default: in role kv_both.
         cache_prefix: engines with different ones never hit each other.
         pressure_pause_s: when the store had no room, saves are skipped for so long before one is tried again.
+        offload_worker: what puts objects into the store: a "thread" of the engine's process, or a "process".
         store: the settings of the store itself.
 
     Raises:
@@ -45,6 +46,7 @@ class StoreSettings:
     save_decode_cache: bool | None = None
     cache_prefix: str = ""
     pressure_pause_s: float = 1.0
+    offload_worker: str = "thread"
     store: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,10 @@ class StoreSettings:
                 raise OptionError(f"kv_connector_extra_config: {name} must be true or false, got {value!r}")
         for name in _SECONDS:
             check_seconds(name, getattr(self, name))
+        if self.offload_worker not in ("thread", "process"):
+            raise OptionError(
+                f"kv_connector_extra_config: offload_worker must be thread or process, got {self.offload_worker!r}"
+            )
         if not isinstance(self.cache_prefix, str):
             raise OptionError(f"kv_connector_extra_config: cache_prefix must be text, got {self.cache_prefix!r}")
 

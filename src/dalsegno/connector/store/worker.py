@@ -9,6 +9,8 @@ from dalsegno.connector.store.messages import StepMeta, WorkerMeta
 from dalsegno.connector.store.pressure import PressureGate
 from dalsegno.connector.store.receiver import Receiver
 from dalsegno.connector.store.sender import Sender
+from dalsegno.connector.store.sender_process import ProcessSender, SenderSetup
+from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.store.base import Store
 from dalsegno.types import LoadFailure
 
@@ -18,12 +20,13 @@ __all__ = ["StoreWorker"]
 class StoreWorker(WorkerConnector):
     """See `WorkerConnector`. Owns the store and closes it."""
 
-    def __init__(self, store: Store, keys: KeyMaker, context: ConnectorContext, pressure_pause_s: float) -> None:
+    def __init__(self, store: Store, keys: KeyMaker, context: ConnectorContext, settings: StoreSettings) -> None:
         """Move the bytes of the rank whose `keys` these are."""
         self._store = store
         self._keys = keys
         self._context = context
-        self._pressure_pause_s = pressure_pause_s
+        self._settings = settings
+        self.needs_shared_memory = settings.offload_worker == "process"
         self._callback: Callable[[], None] = lambda: None
         self._reported_cleared = 0
 
@@ -35,8 +38,15 @@ class StoreWorker(WorkerConnector):
         """See the base class; starts the threads."""
         self._store.register(memory.memory)
         layout = self._context.layout
-        gate = PressureGate(self._context.clock, self._pressure_pause_s)
-        self._sender = Sender(self._store, self._keys, layout, memory, gate, self._progress)
+        pause = self._settings.pressure_pause_s
+        self._sender: Sender | ProcessSender
+        if self._settings.offload_worker == "process":
+            assert memory.path is not None, "the memory was asked for as a shared one"
+            setup = SenderSetup(self._settings.store, self._keys, layout, memory.path, pause)
+            self._sender = ProcessSender(setup, self._progress)
+        else:
+            gate = PressureGate(self._context.clock.now, pause)
+            self._sender = Sender(self._store, self._keys, layout, memory, gate, self._progress)
         self._receiver = Receiver(self._store, self._keys, layout, memory, self._sender.touch, self._progress)
 
     def start_load_kv(self, step_meta: object) -> None:

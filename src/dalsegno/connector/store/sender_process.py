@@ -1,0 +1,206 @@
+"""The sender in a process of its own, so that it shares no interpreter lock with the engine.
+
+The process maps the same device memory, opens the store for itself and runs a `Sender`; what is to be done goes to it
+through a pipe, reports come back. It is lost only when it has exited: then its jobs are reported as not stored, and the
+next push starts another process.
+"""
+
+import logging
+import mmap
+import multiprocessing
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from dalsegno.connector.host_bytes import HostBytes
+from dalsegno.connector.store.keys import KeyMaker
+from dalsegno.connector.store.messages import JobReport, StepMeta, StoredObject
+from dalsegno.connector.store.pressure import PressureGate
+from dalsegno.connector.store.sender import Sender
+from dalsegno.kv.layout import MemoryLayout
+
+__all__ = ["ProcessSender", "SenderSetup"]
+
+logger = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSetup:
+    """What the process needs; all of it can be pickled.
+
+    Attributes:
+        store: settings of the store.
+        keys: keys of the rank.
+        layout: how the memory is cut.
+        memory_path: where the shared memory can be opened.
+        pressure_pause_s: see `PressureGate`.
+    """
+
+    store: Mapping[str, Any]
+    keys: KeyMaker
+    layout: MemoryLayout
+    memory_path: str
+    pressure_pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What the process has done since it last spoke; `counters` are totals."""
+
+    reports: tuple[JobReport, ...]
+    cleared: int
+    counters: dict[str, int]
+
+
+class ProcessSender:
+    """Has the methods of `Sender`; the process behind it is started by the first push.
+
+    Attributes:
+        cleared: last epoch whose clearing has ended.
+    """
+
+    def __init__(self, setup: SenderSetup, on_progress: Callable[[], None]) -> None:
+        """Start nothing yet; `on_progress` is called on a thread of this object's own."""
+        self._setup = setup
+        self._on_progress = on_progress
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        # One guards what is told and counted, the other who starts and feeds the process.
+        self._lock = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._epoch = 0
+        self._pending: dict[int, None] = {}
+        self._reports: deque[JobReport] = deque()
+        self._done: Counter[str] = Counter(kv_offload_workers_lost=0)
+        self._running: dict[str, int] = {}
+        self.cleared = 0
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Counters of this process and those before it."""
+        with self._lock:
+            return self._done + Counter(self._running)
+
+    def push(self, step_meta: StepMeta) -> None:
+        """See `Sender.push`."""
+        with self._lock:
+            self._epoch = step_meta.epoch
+            self._pending.update((job.job_id, None) for job in step_meta.jobs)
+        self._send(step_meta)
+
+    def touch(self, salt: str, objects: Sequence[StoredObject]) -> None:
+        """See `Sender.touch`."""
+        self._send((salt, tuple(objects)))
+
+    def take(self) -> tuple[JobReport, ...]:
+        """See `Sender.take`."""
+        return tuple(self._reports.popleft() for _ in range(len(self._reports)))
+
+    def close(self) -> None:
+        """End the process behind the put it is at."""
+        process, pipe = self._process, self._pipe
+        if process is None or pipe is None:
+            return
+        self._process = None
+        # It may have exited by itself.
+        with suppress(OSError):
+            pipe.send(None)
+        process.join(_EXIT_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        pipe.close()
+
+    def _send(self, message: object) -> None:
+        with self._send_lock:
+            if self._process is None:
+                self._start()
+            assert self._pipe is not None, "a running process has a pipe"
+            try:
+                self._pipe.send(message)
+            except OSError:
+                # Its end is noticed, and told, by the thread that listens to it.
+                logger.warning("the store's sender has exited")
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(self._setup, theirs), name="dalsegno-sender", daemon=True)
+        self._process.start()
+        theirs.close()
+        threading.Thread(
+            target=self._listen, args=(self._pipe, self._process), name="dalsegno-sender-listener", daemon=True
+        ).start()
+
+    def _listen(self, pipe: Connection, process: BaseProcess) -> None:
+        """Take what the process says until it has exited."""
+        while True:
+            try:
+                progress = pipe.recv()
+            except (EOFError, OSError):
+                break
+            self._take_progress(progress)
+        if self._process is process:
+            self._lose()
+
+    def _take_progress(self, progress: _Progress) -> None:
+        with self._lock:
+            for report in progress.reports:
+                self._pending.pop(report.job_id, None)
+            self._running = progress.counters
+            self._reports.extend(progress.reports)
+            self.cleared = max(self.cleared, progress.cleared)
+        self._on_progress()
+
+    def _lose(self) -> None:
+        """The process has exited unasked: nothing it was given will be reported by it."""
+        logger.error("the store's sender has exited; %d jobs are not stored", len(self._pending))
+        with self._lock:
+            self._process = None
+            self._done += Counter(self._running)
+            self._done["kv_offload_workers_lost"] += 1
+            self._running = {}
+            self._reports.extend(JobReport(job_id) for job_id in self._pending)
+            self._pending.clear()
+            epoch, must_clear = self._epoch, self.cleared < self._epoch
+        if must_clear:
+            self._send(StepMeta(epoch, clear=True))
+        self._on_progress()
+
+
+def _serve(setup: SenderSetup, pipe: Connection) -> None:
+    """The process: a sender over the engine's memory, fed from the pipe until that ends."""
+    from dalsegno.store.registry import open_store
+
+    with open(setup.memory_path, "r+b") as file:
+        memory = memoryview(mmap.mmap(file.fileno(), 0))
+    store = open_store(setup.store)
+    lock = threading.Lock()
+
+    def tell() -> None:
+        with lock:
+            reports = sender.take()
+            # The engine may be gone, and with it whoever would care.
+            with suppress(OSError):
+                pipe.send(_Progress(reports, sender.cleared, dict(sender.counters)))
+
+    gate = PressureGate(time.monotonic, setup.pressure_pause_s)
+    sender = Sender(store, setup.keys, setup.layout, HostBytes(setup.layout, memory), gate, tell)
+    try:
+        while (message := pipe.recv()) is not None:
+            if isinstance(message, StepMeta):
+                sender.push(message)
+            else:
+                sender.touch(*message)
+    except (EOFError, KeyboardInterrupt):
+        pass  # the engine is gone
+    sender.close()
+    store.close()
