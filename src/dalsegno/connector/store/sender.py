@@ -21,19 +21,20 @@ from dalsegno.store.base import Status, Store
 from dalsegno.store.keys import StoreKey
 from dalsegno.store.objects import StoreObject, put_objects
 
-__all__ = ["Sender"]
+__all__ = ["SENDER_COUNTERS", "Sender"]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 * 2**20
 
-_COUNTERS = (
+SENDER_COUNTERS = (
     "kv_offload_store_bytes",
     "kv_offload_store_objects",
     "kv_offload_stores_skipped",
     "kv_offload_allocation_failure",
     "kv_offload_store_errors",
 )
+"""Names of what a sender counts."""
 
 
 class Sender:
@@ -62,7 +63,7 @@ class Sender:
         self._on_progress = on_progress
         self._epoch = 0
         self.cleared = 0
-        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.counters: Counter[str] = Counter(dict.fromkeys(SENDER_COUNTERS, 0))
         self._reports: deque[JobReport] = deque()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="dalsegno-sender", daemon=True)

@@ -7,7 +7,10 @@ next push starts another process.
 
 import logging
 import mmap
-import multiprocessing
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -15,17 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+import dalsegno
 from dalsegno.connector.host_bytes import HostBytes
 from dalsegno.connector.store.keys import KeyMaker
 from dalsegno.connector.store.messages import JobReport, StepMeta, StoredObject
 from dalsegno.connector.store.pressure import PressureGate
-from dalsegno.connector.store.sender import Sender
+from dalsegno.connector.store.sender import SENDER_COUNTERS, Sender
 from dalsegno.kv.layout import MemoryLayout
 
-__all__ = ["ProcessSender", "SenderSetup"]
+__all__ = ["ProcessSender", "SenderSetup", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class ProcessSender:
         """Start nothing yet; `on_progress` is called on a thread of this object's own."""
         self._setup = setup
         self._on_progress = on_progress
-        self._process: BaseProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         # One guards what is told and counted, the other who starts and feeds the process.
         self._lock = threading.Lock()
@@ -79,7 +83,7 @@ class ProcessSender:
         self._epoch = 0
         self._pending: dict[int, None] = {}
         self._reports: deque[JobReport] = deque()
-        self._done: Counter[str] = Counter(kv_offload_workers_lost=0)
+        self._done: Counter[str] = Counter(dict.fromkeys((*SENDER_COUNTERS, "kv_offload_workers_lost"), 0))
         self._running: dict[str, int] = {}
         self.cleared = 0
 
@@ -87,7 +91,9 @@ class ProcessSender:
     def counters(self) -> Counter[str]:
         """Counters of this process and those before it."""
         with self._lock:
-            return self._done + Counter(self._running)
+            total = Counter(self._done)
+            total.update(self._running)
+            return total
 
     def push(self, step_meta: StepMeta) -> None:
         """See `Sender.push`."""
@@ -113,34 +119,40 @@ class ProcessSender:
         # It may have exited by itself.
         with suppress(OSError):
             pipe.send(None)
-        process.join(_EXIT_TIMEOUT_S)
-        if process.is_alive():
+        try:
+            process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.join()
+            process.wait()
         pipe.close()
 
     def _send(self, message: object) -> None:
         with self._send_lock:
-            if self._process is None:
-                self._start()
-            assert self._pipe is not None, "a running process has a pipe"
             try:
+                if self._process is None:
+                    self._start()
+                assert self._pipe is not None, "a running process has a pipe"
                 self._pipe.send(message)
-            except OSError:
+            except BrokenPipeError:
                 # Its end is noticed, and told, by the thread that listens to it.
                 logger.warning("the store's sender has exited")
+            except OSError:
+                logger.exception("the store's sender cannot be started")
+                self._forget_jobs()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._setup, theirs), name="dalsegno-sender", daemon=True)
-        self._process.start()
-        theirs.close()
+        # Not a child of multiprocessing, which would import the caller's main module a second time.
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment())
+        self._pipe = Connection(ours.detach())
+        self._pipe.send(self._setup)
         threading.Thread(
             target=self._listen, args=(self._pipe, self._process), name="dalsegno-sender-listener", daemon=True
         ).start()
 
-    def _listen(self, pipe: Connection, process: BaseProcess) -> None:
+    def _listen(self, pipe: Connection, process: "subprocess.Popen[bytes]") -> None:
         """Take what the process says until it has exited."""
         while True:
             try:
@@ -165,23 +177,36 @@ class ProcessSender:
         logger.error("the store's sender has exited; %d jobs are not stored", len(self._pending))
         with self._lock:
             self._process = None
-            self._done += Counter(self._running)
+            self._done.update(self._running)
             self._done["kv_offload_workers_lost"] += 1
             self._running = {}
-            self._reports.extend(JobReport(job_id) for job_id in self._pending)
-            self._pending.clear()
             epoch, must_clear = self._epoch, self.cleared < self._epoch
+        self._forget_jobs()
         if must_clear:
             self._send(StepMeta(epoch, clear=True))
+
+    def _forget_jobs(self) -> None:
+        """Report every job that is pending as not stored."""
+        with self._lock:
+            self._reports.extend(JobReport(job_id) for job_id in self._pending)
+            self._pending.clear()
         self._on_progress()
 
 
-def _serve(setup: SenderSetup, pipe: Connection) -> None:
-    """The process: a sender over the engine's memory, fed from the pipe until that ends."""
+def _environment() -> dict[str, str]:
+    """The environment in which the process finds this very package."""
+    root = str(Path(dalsegno.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+
+
+def serve(file: int) -> None:
+    """Be the process: a sender over the engine's memory, fed from the socket `file` until that ends."""
     from dalsegno.store.registry import open_store
 
-    with open(setup.memory_path, "r+b") as file:
-        memory = memoryview(mmap.mmap(file.fileno(), 0))
+    pipe = Connection(file)
+    setup: SenderSetup = pipe.recv()
+    with open(setup.memory_path, "r+b") as slabs:
+        memory = memoryview(mmap.mmap(slabs.fileno(), 0))
     store = open_store(setup.store)
     lock = threading.Lock()
 
