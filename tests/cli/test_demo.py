@@ -118,6 +118,10 @@ def test_the_demo_ends_well() -> None:
     result = run("demo", "--max-tokens", "4")
     assert result.exit_code == 0, result.stdout
     assert "Every answer is the same" in result.stdout
+    rows = [line for line in result.stdout.split("\n") if "after a restart" in line or "behind a producer" in line]
+    from_store = [int(row.split("│")[3]) for row in rows]
+    assert len(rows) == 4
+    assert all(from_store), "a process found nothing in the store"
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """`dalsegno demo`: one conversation on a tiny hybrid model, played with caching off and on, and compared turn by turn.
 
+Then the engine is gone, and other processes go on from what it left in a store on disk (`demo_store.py`).
+
 Every turn's prompt is the rendering of the recorded messages so far, so each one extends the one before it. The answers
 are the tiny model's own babble; what counts is that caching does not change them.
 """
@@ -7,7 +9,7 @@ are the tiny model's own babble; what counts is that caching does not change the
 import functools
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dalsegno.cli.conversations import RecordedConversation, load_conversation
+from dalsegno.cli.demo_store import StoreTurn, resume_from_store, store_table
 from dalsegno.cli.terminal import status, why_lost
 from dalsegno.sampling_params import SamplingParams
 
@@ -67,12 +70,14 @@ def run_demo(*, session: int = 0, max_tokens: int = 16, llm_factory: "Callable[.
             make_tiny_model(_KIND, model)
         factory = LLM if llm_factory is None else llm_factory
         # In so small a model several threads would mostly wait for each other.
-        turns = compare_turns(functools.partial(factory, model, threads=1), conversation, max_tokens)
-    return report(conversation, turns)
+        store = Path(folder) / "store"
+        turns = compare_turns(functools.partial(factory, model, threads=1), conversation, max_tokens, store)
+        stored = resume_from_store(model, store, conversation, [turn.cold for turn in turns], max_tokens)
+    return report(conversation, turns, stored)
 
 
 def compare_turns(
-    llm_factory: "Callable[..., LLM]", conversation: RecordedConversation, max_tokens: int
+    llm_factory: "Callable[..., LLM]", conversation: RecordedConversation, max_tokens: int, store: Path | None = None
 ) -> list[DemoTurn]:
     """Play a conversation with caching off, then on, each with an engine of its own.
 
@@ -80,21 +85,25 @@ def compare_turns(
         llm_factory: makes an engine, called with `enable_prefix_caching`.
         conversation: its answers are not compared with, they only lead to the next turn.
         max_tokens: tokens per answer.
+        store: where the second engine leaves what it computed; None leaves it nowhere.
     """
     played: list[list[RequestOutput]] = []
     for caching in (False, True):
-        with llm_factory(enable_prefix_caching=caching) as llm:
+        options = {"kv_store": str(store)} if caching and store is not None else {}
+        with llm_factory(enable_prefix_caching=caching, **options) as llm:
             played.append(_play(llm, conversation, max_tokens, "on" if caching else "off"))
             llm.verify()
     return [DemoTurn(cold, warm) for cold, warm in zip(*played, strict=True)]
 
 
-def report(conversation: RecordedConversation, turns: list[DemoTurn]) -> int:
-    """Print the comparison to stdout; return the exit status, 1 if an answer differs."""
+def report(conversation: RecordedConversation, turns: list[DemoTurn], stored: Sequence[StoreTurn] = ()) -> int:
+    """Print the comparison, and what other processes found; return the exit status, 1 if an answer differs."""
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     console.print(_table(conversation, turns))
-    console.print(_summary(turns))
-    return 0 if all(turn.same_answer for turn in turns) else 1
+    if stored:
+        console.print(store_table(stored))
+    console.print(_summary(turns, stored))
+    return 1 if _num_different(turns, stored) else 0
 
 
 def _play(llm: "LLM", conversation: RecordedConversation, max_tokens: int, label: str) -> "list[RequestOutput]":
@@ -132,23 +141,27 @@ def _table(conversation: RecordedConversation, turns: list[DemoTurn]) -> Table:
     return table
 
 
-def _summary(turns: list[DemoTurn]) -> str:
+def _summary(turns: list[DemoTurn], stored: Sequence[StoreTurn]) -> str:
     num_prompt = sum(len(turn.warm.prompt_token_ids) for turn in turns)
     num_cached = sum(turn.warm.num_cached_tokens or 0 for turn in turns)
     cold, warm = (
         sum(output.metrics.time_to_first_token or 0.0 for output in outputs)
         for outputs in ([turn.cold for turn in turns], [turn.warm for turn in turns])
     )
-    num_different = sum(not turn.same_answer for turn in turns)
+    num_different = _num_different(turns, stored)
     verdict = (
         "Every answer is the same."
         if not num_different
-        else f"[bold red]{num_different} of {len(turns)} answers differ: this must not happen.[/]"
+        else f"[bold red]{num_different} of {len(turns) + len(stored)} answers differ: this must not happen.[/]"
     )
     return (
         f"{num_cached} of {num_prompt} prompt tokens ({100 * num_cached / num_prompt:.1f} %) came from the cache. "
         f"All first tokens together took {cold:.2f} s without it and {warm:.2f} s with it.\n{verdict}"
     )
+
+
+def _num_different(turns: Sequence[DemoTurn], stored: Sequence[StoreTurn]) -> int:
+    return sum(not turn.same_answer for turn in turns) + sum(not turn.same_answer for turn in stored)
 
 
 def _milliseconds(output: "RequestOutput") -> str:
