@@ -45,6 +45,7 @@ class Request:
         checkpoint_at: token counts the caller wants a state kept at.
         num_wait_steps: steps spent waiting for a common prefix that a running request computes.
         awaited_boundary: the boundary waited for; 0 for none.
+        shared_boundary: up to where an external store has attention of somebody with the same prefix.
         order: (priority, arrival number), smaller first; set by the scheduler.
         seed: key of the random streams.
         sample_index: which of the prompt's samples this is; sample 0 carries the prefill of all of them.
@@ -98,6 +99,7 @@ class Request:
     num_wait_steps: int = 0
     packed: bool = False
     awaited_boundary: int = 0
+    shared_boundary: int = 0
     order: tuple[int, int] = (0, 0)
     first_token_time: float | None = None
     finish_time: float | None = None

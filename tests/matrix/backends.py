@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dalsegno.connector.base import WorkerConnector
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker
 from dalsegno.types import CachePart, Clock, GroupKind, LayerCacheSpec
@@ -34,7 +35,7 @@ class Backend:
     vocab_size: int
     clock: Clock
     sample_stride: int
-    worker: Callable[[MemoryLayout, Logits], Worker]
+    worker: Callable[[MemoryLayout, Logits, WorkerConnector | None], Worker]
 
 
 def fake_backend(kinds: str) -> Backend:
@@ -49,7 +50,14 @@ def fake_backend(kinds: str) -> Backend:
         LayerCacheSpec(i, names[kind], parts[kind], window=40 if kind == "w" else None) for i, kind in enumerate(kinds)
     ]
     clock = FakeClock()
-    return Backend(f"fake-{kinds}", specs, 997, clock, 1, lambda layout, logits: FakeWorker(layout, clock))
+    return Backend(
+        f"fake-{kinds}",
+        specs,
+        997,
+        clock,
+        1,
+        lambda layout, logits, connector: FakeWorker(layout, clock, connector=connector),
+    )
 
 
 def model_backend(directory: Path) -> Backend:
@@ -61,8 +69,8 @@ def model_backend(directory: Path) -> Backend:
 
     model = load_model(directory, torch.float32, torch.device("cpu"))
 
-    def worker(layout: MemoryLayout, logits: Logits) -> Worker:
-        made = ModelWorker(model, layout, torch.device("cpu"))
+    def worker(layout: MemoryLayout, logits: Logits, connector: WorkerConnector | None) -> Worker:
+        made = ModelWorker(model, layout, torch.device("cpu"), connector)
 
         def observe(request_id: str, position: int, row: Any) -> None:
             logits.setdefault(request_id, {})[position] = row.float().numpy().copy()

@@ -15,6 +15,7 @@ SWITCHES: dict[str, Sequence[Any]] = {
     "block_size": (16, 64, 48, 1024),
     "together": (True, False),
     "interval": (16, 32, 0),
+    "store": ("none", "memory", "embedded", "faulty"),
 }
 
 

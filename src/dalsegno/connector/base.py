@@ -51,11 +51,14 @@ class ExternalMatch:
         num_tokens: on a hit, tokens beyond the local boundary that the connector can restore; the sum is a boundary of
             every group, at most the request's known tokens less one.
         load_async: whether other requests may run while the load does.
+        shared_tokens: tokens from the beginning whose attention is there, with or without a state to resume from; a
+            state is worth keeping where they end.
     """
 
     status: MatchStatus
     num_tokens: int = 0
     load_async: bool = True
+    shared_tokens: int = 0
 
 
 @dataclass(slots=True)

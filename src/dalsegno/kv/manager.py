@@ -312,11 +312,12 @@ class KVCacheManager:
         request.prefill_target = request.num_tokens
         if self.config.enable_prefix_caching:
             blocks.used_states = [boundary] if boundary else []
+            elsewhere = request.shared_boundary if self.state is not None else 0
             planned = checkpoint_boundaries(
                 request.num_prompt_tokens,
                 request.num_tokens,
                 boundary,
-                junction_of(computed, self.index),
+                max(junction_of(computed, self.index) or 0, elsewhere),
                 request.checkpoint_at,
                 self.config,
             )

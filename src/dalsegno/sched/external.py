@@ -120,6 +120,7 @@ class ExternalLoads:
             self.counters["external_prefix_cache_queries"] += request.num_tokens
             asked.local_boundary = computed.boundary
         asked.rounds = _MAX_ROUNDS
+        request.shared_boundary = max(request.shared_boundary, match.shared_tokens)
         if match.status is MatchStatus.MISS or match.num_tokens <= 0:
             return Decision.ADMIT
         boundary = computed.boundary + match.num_tokens

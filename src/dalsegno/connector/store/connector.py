@@ -150,7 +150,7 @@ class StoreScheduler(SchedulerConnector):
         if self._cleared < self._jobs.epoch:
             return _MISS
         if self._thread is None:
-            match = self._find(self._query(request, local))
+            match: StoreMatch | None = self._find(self._query(request, local))
         elif self._thread.is_running(request):
             done, match = self._thread.poll(request, lambda: None)
             if not done:
@@ -160,10 +160,12 @@ class StoreScheduler(SchedulerConnector):
             done, match = self._thread.poll(request, lambda: self._find(query))
             if not done:
                 return ExternalMatch(MatchStatus.PENDING)
-        if match is None or match.boundary <= local.boundary:
+        if match is None:
             return _MISS
+        if match.boundary <= local.boundary:
+            return ExternalMatch(MatchStatus.MISS, shared_tokens=match.shared)
         self._matches[request] = match
-        return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async)
+        return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async, match.shared)
 
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
         """See the base class."""
@@ -265,7 +267,7 @@ class StoreScheduler(SchedulerConnector):
             excluded=frozenset(self._excluded.get(request, ())),
         )
 
-    def _find(self, query: LookupQuery) -> StoreMatch | None:
+    def _find(self, query: LookupQuery) -> StoreMatch:
         self.counters["external_prefix_cache_lookups"] += 1
         return find_in_store(
             self._layout, self._unit, self._objects, query, self._exists, self._settings.max_state_probes

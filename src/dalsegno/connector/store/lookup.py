@@ -51,10 +51,17 @@ class LookupQuery:
 
 @dataclass(frozen=True, slots=True)
 class StoreMatch:
-    """A boundary beyond the local hit, and the objects to read for it, without blocks."""
+    """What device and store have together.
+
+    Attributes:
+        boundary: the longest joint boundary; the local one where the store has nothing beyond it.
+        objects: what to read for it, without blocks.
+        shared: how far attention alone reaches; somebody else's prompt went on from there, or ended.
+    """
 
     boundary: int
     objects: tuple[StoredObject, ...]
+    shared: int
 
 
 def find_in_store(
@@ -64,8 +71,8 @@ def find_in_store(
     query: LookupQuery,
     exists: Exists,
     max_state_probes: int,
-) -> StoreMatch | None:
-    """Return the longest joint boundary beyond the local one, or None.
+) -> StoreMatch:
+    """Find the longest joint boundary, and what must be read for it.
 
     Args:
         layout: groups of the engine.
@@ -102,23 +109,25 @@ class _Search:
         self._limit = limit - limit % unit
         self._present: dict[tuple[int, int], bool] = {}
 
-    def run(self) -> StoreMatch | None:
+    def run(self) -> StoreMatch:
         while True:
             reach = {
                 group.group_id: self._attention_reach(group)
                 for group in self._groups
                 if group.kind is GroupKind.ATTENTION and group.prefix != "none"
             }
+            local = self._query.local_boundary
             limit = min([self._limit, *reach.values()])
-            if limit <= self._query.local_boundary:
-                return None
+            shared = max(limit, local) if reach else local
+            if limit <= local:
+                return StoreMatch(local, (), shared)
             self._predict_states(limit)
             boundary = resolve(self._groups, self._unit, limit, self._contains, reach).boundary
-            if boundary <= self._query.local_boundary:
-                return None
+            if boundary <= local:
+                return StoreMatch(local, (), shared)
             found = self._to_read(boundary)
             if self._confirm(found):
-                return StoreMatch(boundary, tuple(found))
+                return StoreMatch(boundary, tuple(found), shared)
 
     def _attention_reach(self, group: GroupSpec) -> int:
         """How far device and store cover attention, at most the limit."""
