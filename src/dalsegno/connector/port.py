@@ -15,11 +15,11 @@ class ConnectorPort:
 
     def __init__(self, connector: WorkerConnector | None = None, memory: BlockMemory | None = None) -> None:
         """Register `memory`, which outlives the port; None is no connector."""
-        self._connector = connector or WorkerConnector()
+        self.connector = connector or WorkerConnector()
         self._woken = threading.Event()
-        self._connector.on_progress(self.wake)
+        self.connector.on_progress(self.wake)
         if memory is not None:
-            self._connector.register_kv_caches(memory)
+            self.connector.register_kv_caches(memory)
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -30,16 +30,16 @@ class ConnectorPort:
         if plan.connector_meta is None:
             yield
             return
-        self._connector.start_load_kv(plan.connector_meta)
+        self.connector.start_load_kv(plan.connector_meta)
         try:
             yield
         finally:
-            self._connector.wait_for_save(plan.connector_meta)
+            self.connector.wait_for_save(plan.connector_meta)
 
     def output(self) -> ConnectorOutput | None:
         """Return what there is to report, if anything."""
         self._woken.clear()
-        return collect_output(self._connector)
+        return collect_output(self.connector)
 
     def wait(self, timeout_s: float) -> None:
         """Return when there may be something new since the last `output`, at the latest after `timeout_s` seconds."""
@@ -51,8 +51,8 @@ class ConnectorPort:
 
     def stats(self) -> dict[str, int | float]:
         """Counters of the worker side."""
-        return dict(self._connector.stats())
+        return dict(self.connector.stats())
 
     def close(self) -> None:
         """Shut the worker side down; what it has not reported it never will."""
-        self._connector.shutdown()
+        self.connector.shutdown()

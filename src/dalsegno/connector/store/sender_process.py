@@ -160,6 +160,7 @@ class ProcessSender:
             except (EOFError, OSError):
                 break
             self._take_progress(progress)
+        process.wait()
         if self._process is process:
             self._lose()
 
