@@ -11,7 +11,11 @@ __all__ = ["ConnectorPort"]
 
 
 class ConnectorPort:
-    """Drives a worker side, in the order a step has. Used on the engine thread only, but for `wake`."""
+    """Drives a worker side, in the order a step has. Used on the engine thread only, but for `wake`.
+
+    Attributes:
+        connector: the worker side.
+    """
 
     def __init__(self, connector: WorkerConnector | None = None, memory: BlockMemory | None = None) -> None:
         """Register `memory`, which outlives the port; None is no connector."""

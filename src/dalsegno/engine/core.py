@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from dalsegno.config import CacheConfig, SchedulerConfig
+from dalsegno.connector.base import SchedulerConnector
 from dalsegno.engine.held_answers import HeldAnswers
 from dalsegno.errors import EngineError, OptionError, RequestError
 from dalsegno.kv.eviction import EvictionPolicy, LeastRecentlyUsed
@@ -244,7 +245,14 @@ class EngineCore:
         """Refuse to start where the longest request does not fit alone."""
         layout = self.layout
         needed = self.manager.slabs_alone(max_model_len)
-        self.manager.pins.max_slabs = layout.num_slabs - 1 - needed
+        self.manager.pins.max_slabs = spare = layout.num_slabs - 1 - needed
+        if spare < 1 and type(self.connection.connector) is not SchedulerConnector:
+            logger.warning(
+                "a request of max_model_len=%d tokens takes the whole memory, so nothing can be held for the store: "
+                "nothing will be stored or loaded; lower max_model_len or set kv_cache_memory_bytes to more than %d",
+                max_model_len,
+                (needed + 1) * layout.slab_bytes,
+            )
         if needed > layout.num_slabs - 1:
             raise OptionError(
                 f"max_model_len={max_model_len} needs {needed + 1} slabs of {layout.slab_bytes} bytes "
