@@ -18,7 +18,7 @@ class _Entry:
 
 
 class MemoryStore:
-    """A dict with a bound on the bytes of its objects; evicts by (tick, -boundary) as the embedded store does."""
+    """A dict with a bound on the bytes of its objects; evicts in the order of the embedded store."""
 
     def __init__(self, num_bytes: int | None = None) -> None:
         """Start empty, with room for `num_bytes` of objects, for any number of bytes if None."""
@@ -92,14 +92,14 @@ class MemoryStore:
         """Evict what is older than this call until `size` more fits; whether it does."""
         if self._used + size <= num_bytes:
             return True
-        older = sorted((entry.tick, -key.boundary, key.digest) for key, entry in self._entries.items())
-        by_digest = {key.digest: key for key in self._entries}
-        victims = [by_digest[digest] for tick, _, digest in older if tick < self._tick]
+        victims = [key for key, entry in self._entries.items() if entry.tick < self._tick]
         evictable = sum(len(self._entries[key].payload) for key in victims)
         if self._used - evictable + size > num_bytes:
             return False
-        for key in victims:
-            if self._used + size <= num_bytes:
+        group: tuple[int, int] | None = None
+        for key in sorted(victims, key=lambda key: (self._entries[key].tick, -key.boundary)):
+            last, group = group, (self._entries[key].tick, key.boundary)
+            if self._used + size <= num_bytes and group != last:
                 break
             self._drop(key)
             self._counters["evicted_objects"] += 1
