@@ -20,8 +20,10 @@ def _has_test(tree: ast.Module | ast.ClassDef) -> bool:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             return True
-        if isinstance(node, ast.ClassDef) and node.name.startswith("Test") and _has_test(node):
-            return True
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            # The tests of a contract suite are inherited.
+            if _has_test(node) or any(ast.unparse(base).endswith("Contract") for base in node.bases):
+                return True
         # A stateful machine of hypothesis becomes a test through its TestCase.
         is_case = isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(".TestCase")
         if is_case and ast.unparse(node).startswith("Test"):
@@ -71,7 +73,13 @@ def test_a_file_without_tests_is_found(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["def test_x(): ...", "class TestX:\n    def test_y(self): ...", "TestMachine = Machine.TestCase"]
+    "text",
+    [
+        "def test_x(): ...",
+        "class TestX:\n    def test_y(self): ...",
+        "class TestX(StoreContract): ...",
+        "TestMachine = Machine.TestCase",
+    ],
 )
 def test_a_file_with_a_test_passes(text: str) -> None:
     assert files_without_tests([module_of(text, "kv.test_sample")]) == []
