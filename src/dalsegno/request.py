@@ -60,6 +60,10 @@ class Request:
         prefill_target: tokens known at the last admission; computing up to there is prefill.
         num_states_kept: boundary states published for this request.
         num_prefilled_tokens: tokens computed in prefill as the worker counted, after preemptions too.
+        first_prompt_row: rows of the prompt before this one are not asked for.
+        background: a run of the engine's own: it finds nothing, publishes nothing, counts nowhere and samples nothing.
+        witness_until: tokens sampled at positions before this one are witnessed.
+        witness: (position, row) of sampled tokens that a cold run will be compared with.
         packed: it ran out of room with nothing beside it; from now on it runs alone and packed, see `RequestBlocks`.
     """
 
@@ -95,6 +99,10 @@ class Request:
     prefill_target: int = 0
     num_states_kept: int = 0
     num_prefilled_tokens: int = 0
+    first_prompt_row: int = 0
+    background: bool = False
+    witness_until: int = 0
+    witness: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     num_preemptions: int = 0
     num_wait_steps: int = 0
     packed: bool = False
@@ -121,7 +129,12 @@ class Request:
     def awaits_prompt_logprobs(self) -> bool:
         """Whether rows of the prompt are still to come; until then the request resumes from no cached prefix."""
         asks = self.params.prompt_logprobs is not None and self.sample_index == 0
-        return asks and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        return asks and self.num_prompt_rows < self.num_prompt_tokens - 1
+
+    @property
+    def num_prompt_rows(self) -> int:
+        """Rows of the prompt that have come, or were not asked for."""
+        return self.first_prompt_row + len(self.prompt_logprobs)
 
     @property
     def looks_nothing_up(self) -> bool:

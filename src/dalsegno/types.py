@@ -107,7 +107,8 @@ class SampleSpec:
     Random streams are keyed by (seed, sample index, position), so neither batching nor preemption changes them.
     `position` is the position the sampled token will have. `forbidden_token_ids` get probability zero (end tokens
     before `min_tokens`). `known_token_ids`, the prompt's `num_prompt_tokens` and the answer's, are set for a request
-    with penalties only: its own array, to be read during the step, never kept or changed.
+    with penalties only: its own array, to be read during the step, never kept or changed. A `witness` reports the two
+    likeliest tokens at least, for a later comparison, whatever `params` ask for.
     """
 
     params: SamplingParams
@@ -117,6 +118,13 @@ class SampleSpec:
     forbidden_token_ids: tuple[int, ...] = ()
     known_token_ids: "array[int] | None" = None
     num_prompt_tokens: int = 0
+    witness: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are reported beside the sampled one; None for no report."""
+        asked = self.params.logprobs
+        return max(2, asked or 0) if self.witness else asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +185,19 @@ class TokenLogprobs:
     """Natural logarithms of probabilities at one position: of the token that is there, then of the likeliest ones.
 
     The likeliest come best first and may hold the token itself once more. `rank` is how many tokens are at least as
-    likely as it, itself included.
+    likely as it, itself included. `scale` is the largest absolute logit, which rounding errors are measured by.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     rank: int
+    scale: float = field(default=0.0, compare=False)
+
+    def likeliest(self, count: int) -> "TokenLogprobs":
+        """The same report with at most the `count` likeliest tokens."""
+        if len(self.token_ids) <= count + 1:
+            return self
+        return TokenLogprobs(self.token_ids[: count + 1], self.logprobs[: count + 1], self.rank, self.scale)
 
 
 @dataclass(frozen=True, slots=True)

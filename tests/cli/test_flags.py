@@ -30,6 +30,7 @@ OTHER_VALUES: dict[str, Any] = {
     "native_kernels": False,
     "tokenizer": "folder",
     "skip_tokenizer_init": True,
+    "verify_prefix_cache": 0.5,
     "debug": True,
 }
 

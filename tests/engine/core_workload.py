@@ -12,6 +12,7 @@ from dalsegno.engine.core import EngineCore, RequestUpdate
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.request import FinishReason, Request, RequestStatus
 from dalsegno.sampling_params import SamplingParams
+from dalsegno.sched.cold_checks import ColdCheckSetup, Mismatch
 from dalsegno.testing.builders import STALL_STEPS, layout_alone, make_core, make_cut, make_request
 from dalsegno.testing.fake_worker import (
     FakeWorker,
@@ -58,6 +59,7 @@ class Workload:
     max_num_seqs: int
     policy: str
     prefix_wait_steps: int
+    checked_share: float
     extra_slabs: str
     interval: int
     retention: int
@@ -127,6 +129,7 @@ def workloads(draw: st.DrawFn, *, may_fail: bool = True, caching: bool | None = 
         max_num_seqs=draw(st.sampled_from([1, 2, 3, 64])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         prefix_wait_steps=draw(st.sampled_from([0, 1, 3, 64])),
+        checked_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         extra_slabs=draw(st.sampled_from(["none", "one", "twice", "ten times"])),
         interval=draw(st.sampled_from([0, 1, 2])),
         retention=draw(st.sampled_from([0, 0, 2])),
@@ -155,6 +158,7 @@ class Run:
     workload: Workload
     requests: list[Request] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
+    mismatches: list[Mismatch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.config = self.workload.config
@@ -166,6 +170,7 @@ class Run:
             max_num_seqs=self.workload.max_num_seqs,
             policy=self.workload.policy,
             prefix_wait_steps=self.workload.prefix_wait_steps,
+            cold_checks=ColdCheckSetup(self.workload.checked_share, report=self.mismatches.append),
         )
         assert isinstance(self.core.worker, FakeWorker)
         self.worker = self.core.worker
@@ -191,7 +196,10 @@ class Run:
                 self.arrive(number, arrival)
             while self.core.has_unfinished_requests:
                 self.step()
+            while self.core.has_pending_checks:
+                assert self.core.step() == []
         self.check_end()
+        assert self.mismatches == []
         return self
 
     def arrive(self, number: int, arrival: Arrival) -> None:

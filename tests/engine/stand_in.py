@@ -13,6 +13,7 @@ from dalsegno.engine.options import EngineOptions
 from dalsegno.engine.tokenizer import Tokenizer
 from dalsegno.kv.layout import plan_layout
 from dalsegno.kv.start_up import describe_plan
+from dalsegno.sched.cold_checks import ColdCheckSetup
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker
 from dalsegno.types import CachePart, GroupKind, LayerCacheSpec
 
@@ -72,7 +73,8 @@ def build_stand_in(options: EngineOptions, tokenizer: Tokenizer | None) -> Engin
     layout = plan_layout(SPECS, cache_config, num_slabs=NUM_SLABS)
     clock = FakeClock()
     worker = FakeWorker(layout, clock, vocab_size=VOCAB_SIZE)
-    core = EngineCore(worker, clock, layout, cache_config, config, debug=True)
+    checks = ColdCheckSetup(options.verify_prefix_cache, options.seed)
+    core = EngineCore(worker, clock, layout, cache_config, config, debug=True, cold_checks=checks)
     front_end = FrontEnd(
         core,
         clock,

@@ -72,6 +72,13 @@ def test_the_signature_of_llm_is_made_from_the_same_definition() -> None:
         ("tokenizer", ""),
         ("skip_tokenizer_init", "yes"),
         ("debug", 0),
+        ("verify_prefix_cache", 1.5),
+        ("verify_prefix_cache", -0.1),
+        ("verify_prefix_cache", True),
+        ("verify_prefix_cache", math.nan),
+        ("verify_prefix_cache", "all"),
+        ("verify_dump_dir", 3),
+        ("verify_dump_dir", "without-a-share"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_name_and_what_was_given(name: str, bad: Any) -> None:

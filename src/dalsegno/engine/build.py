@@ -14,6 +14,7 @@ import psutil
 
 from dalsegno.connector.base import WorkerConnector
 from dalsegno.connector.registry import ConnectorContext, create_connector
+from dalsegno.engine.cold_checks import cold_check_setup
 from dalsegno.engine.core import EngineCore
 from dalsegno.engine.front_end import FrontEnd
 from dalsegno.engine.inputs import PromptParser
@@ -93,7 +94,16 @@ def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engin
     clock = MonotonicClock()
     setup, worker_side = _connector(options, path, dtype, ConnectorContext(layout, cache_config, {}, clock))
     worker = ModelWorker(network, layout, device, worker_side, native_kernels=options.native_kernels)
-    core = EngineCore(worker, clock, layout, cache_config, scheduler_config, debug=options.debug, connector=setup)
+    core = EngineCore(
+        worker,
+        clock,
+        layout,
+        cache_config,
+        scheduler_config,
+        debug=options.debug,
+        connector=setup,
+        cold_checks=cold_check_setup(options, path, str(dtype).removeprefix("torch."), start_up_plan),
+    )
     front_end = FrontEnd(
         core,
         clock,

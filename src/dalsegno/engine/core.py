@@ -13,6 +13,7 @@ from dalsegno.kv.layout import MemoryLayout
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.verify import census
 from dalsegno.request import FinishReason, Request, RequestUpdate
+from dalsegno.sched.cold_checks import ColdCheckSetup
 from dalsegno.sched.connection import Connection, ConnectorSetup
 from dalsegno.sched.scheduler import Scheduler
 from dalsegno.types import Clock, StepPlan
@@ -40,6 +41,7 @@ class EngineCore:
         debug: bool = False,
         eviction_policy: Callable[[PrefixIndex], EvictionPolicy] = LeastRecentlyUsed,
         connector: ConnectorSetup | None = None,
+        cold_checks: ColdCheckSetup | None = None,
     ) -> None:
         """Serve requests on `worker`, which the core owns from now on.
 
@@ -52,6 +54,7 @@ class EngineCore:
             debug: poison freed blocks with NaN, and check every count after every step.
             eviction_policy: makes the policy that ranks cached blocks.
             connector: the connector whose worker side the worker has.
+            cold_checks: which hits are computed again; None for none.
 
         Raises:
             OptionError: a request of `max_model_len` tokens does not fit the memory.
@@ -68,7 +71,7 @@ class EngineCore:
         self._setup = connector or ConnectorSetup()
         self.connection = Connection(self.manager, self._setup, clock)
         self.connection.connector.on_progress(worker.port.wake)
-        self.scheduler = Scheduler(self.manager, scheduler_config, self.connection)
+        self.scheduler = Scheduler(self.manager, scheduler_config, self.connection, cold_checks)
         self._held_answers = HeldAnswers(self.connection.connector, clock, self._setup.job_timeout_s)
         self._debug = debug
         self._aborts: list[str] = []
@@ -91,6 +94,11 @@ class EngineCore:
     def has_background_work(self) -> bool:
         """Whether `step` still has something to do for the connector, though perhaps for no request."""
         return self.connection.has_push_work or self.connection.connector.has_pending_jobs()
+
+    @property
+    def has_pending_checks(self) -> bool:
+        """Whether `step` still has hits to compute again, which nobody waits for."""
+        return self.scheduler.checks.is_pending
 
     @property
     def broken(self) -> bool:
@@ -169,6 +177,7 @@ class EngineCore:
         Returns:
             False, and nothing has changed, while requests run or load.
         """
+        self.scheduler.checks.give_way()
         if reset_running_requests:
             self.scheduler.requeue_all()
         if not self.scheduler.holds_nothing or not self.manager.reset_prefix_cache():
@@ -203,6 +212,7 @@ class EngineCore:
         """Counters since the start, and what is in use at this moment."""
         return {
             **self.scheduler.counters,
+            **self.scheduler.checks.counters,
             **self.manager.counters,
             **self.connection.loads.counters,
             **self.connection.connector.stats(),
@@ -221,7 +231,10 @@ class EngineCore:
         Raises:
             AssertionError: naming the first difference.
         """
-        if self.scheduler.has_unfinished or self.connection.keeps_tables or self.has_background_work:
+        checks = self.scheduler.checks
+        if self.scheduler.has_unfinished or checks.holds_blocks or self.connection.keeps_tables:
+            self.manager.verify()
+        elif self.has_background_work:
             self.manager.verify()
         else:
             census(self.manager)
@@ -229,6 +242,7 @@ class EngineCore:
     def close(self) -> None:
         """Drop all requests and close the worker."""
         if not self._broken:
+            self.scheduler.checks.drop_all()
             for request in list(self.scheduler.requests()):
                 self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
             if not self.wait_for_connector(self._setup.close_timeout_s):

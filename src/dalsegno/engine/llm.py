@@ -178,6 +178,15 @@ class LLM:
         """
         return self.core.stats()
 
+    def finish_checks(self) -> None:
+        """Run what `verify_prefix_cache` has chosen and not computed yet; `stats` then says what was found.
+
+        Otherwise that is done in the steps of later calls, beside their prompts, and dropped by `close`.
+        """
+        front_end = self._open_engine().front_end
+        while self.core.has_pending_checks:
+            front_end.step()
+
     def verify(self) -> None:
         """Recompute every count of the cache from first principles.
 

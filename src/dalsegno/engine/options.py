@@ -82,6 +82,12 @@ class EngineOptions:
     kv_load_timeout_s: float = _option(30.0, "Longest wait of a request for what it loads from the store.")
     kv_job_timeout_s: float = _option(30.0, "Longest wait of an answer that is to tell what is stored.")
     kv_close_timeout_s: float = _option(30.0, "Longest wait for the store when the engine is closed.")
+    verify_prefix_cache: float = _option(
+        0.0, "Share of the requests with a hit, 0 to 1, that are computed again cold in the background and compared."
+    )
+    verify_dump_dir: str | None = _option(
+        None, "Folder for a JSON file per mismatch found by verify_prefix_cache; default: it goes to the log."
+    )
     debug: bool = _option(False, "Check every count after every step and poison freed memory; slow.")
 
     def __post_init__(self) -> None:
@@ -101,6 +107,7 @@ class EngineOptions:
             raise OptionError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise OptionError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        self._check_verification()
         self.cache_config()
         self.scheduler_config(self.max_model_len or 1)
 
@@ -182,6 +189,17 @@ class EngineOptions:
         if self.kv_store_bytes is not None:
             settings["bytes"] = check_integer("kv_store_bytes", self.kv_store_bytes, 1)
         return KVTransferConfig("StoreConnector", kv_connector_extra_config=settings)
+
+    def _check_verification(self) -> None:
+        share, folder = self.verify_prefix_cache, self.verify_dump_dir
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise OptionError(f"verify_prefix_cache must be a share between 0 and 1, got {share!r}")
+        if share and not self.enable_prefix_caching:
+            raise OptionError(f"verify_prefix_cache={share!r} checks hits: it needs enable_prefix_caching=True")
+        if folder is not None and (not isinstance(folder, str) or not folder):
+            raise OptionError(f"verify_dump_dir must be a folder, got {folder!r}")
+        if folder is not None and not share:
+            raise OptionError(f"verify_dump_dir={folder!r} needs verify_prefix_cache above 0")
 
     @property
     def dtype_name(self) -> str:

@@ -91,7 +91,7 @@ class KVCacheManager:
         A request that awaits log-probabilities of its prompt resumes nowhere. Changes nothing. The blocks carry no
         reference: they are valid until the next call that allocates or frees.
         """
-        if not self.config.enable_prefix_caching:
+        if not self.config.enable_prefix_caching or request.background:
             report = HitReport(lost={LostReason.CACHING_OFF.value: request.num_tokens})
             return self._find(request, 0), 0, report
         self.publisher.extend_hashes(request)
@@ -222,7 +222,7 @@ class KVCacheManager:
         after = request.num_computed_tokens = before + num_tokens
         if self.state is not None and blocks.state is not None:
             self.state.advance(blocks.state, before)
-        if self.config.enable_prefix_caching:
+        if self.config.enable_prefix_caching and not request.background:
             self.publisher.publish_step(request, blocks, after)
         for group in self.paged:
             group_id = group.spec.group_id
@@ -285,6 +285,24 @@ class KVCacheManager:
         self.evicted.clear()
         return True
 
+    def forget_chain(self, request: Request) -> list[tuple[str, int, int]]:
+        """Unpublish every block that vouches for a boundary of the request's chain, also those that others hold.
+
+        Call it between steps. Who holds such a block keeps it; nobody finds it any more.
+
+        Returns:
+            (group, boundary, block) of each.
+        """
+        self.publisher.extend_hashes(request)
+        forgotten = []
+        for group in self.layout.groups:
+            for number, block_hash in enumerate(request.block_hashes, 1):
+                # A duplicate inherits what the block unpublished first vouched for.
+                while block := self.index.find(group.group_id, block_hash):
+                    self.pool.unpublish(group.group_id, block)
+                    forgotten.append((group.name, number * self.unit, block))
+        return forgotten
+
     def usage(self) -> float:
         """Share of slabs in use, in [0, 1]."""
         return self.pool.usage()
@@ -310,7 +328,7 @@ class KVCacheManager:
             return None
         request.num_computed_tokens = boundary
         request.prefill_target = request.num_tokens
-        if self.config.enable_prefix_caching:
+        if self.config.enable_prefix_caching and not request.background:
             blocks.used_states = [boundary] if boundary else []
             elsewhere = request.shared_boundary if self.state is not None else 0
             planned = checkpoint_boundaries(

@@ -1,9 +1,9 @@
 """What a request asks of the sampler, and what a sampled token means for it. Pure functions."""
 
 from dalsegno.request import FinishReason, Request
-from dalsegno.types import PromptRows, SampleSpec
+from dalsegno.types import PromptRows, SampleSpec, TokenLogprobs
 
-__all__ = ["finish_of", "prompt_rows", "sample_spec"]
+__all__ = ["finish_of", "prompt_rows", "sample_spec", "take_row"]
 
 
 def sample_spec(request: Request) -> SampleSpec:
@@ -20,7 +20,16 @@ def sample_spec(request: Request) -> SampleSpec:
         forbidden_token_ids=tuple(sorted(forbidden)),
         known_token_ids=request.token_ids if params.has_penalties else None,
         num_prompt_tokens=request.num_prompt_tokens,
+        witness=request.num_tokens < request.witness_until,
     )
+
+
+def take_row(request: Request, row: TokenLogprobs) -> None:
+    """Keep a report on the token just appended as far as its caller asked for it, and whole as a witness."""
+    if request.num_tokens - 1 < request.witness_until:
+        request.witness.append((request.num_tokens - 1, row))
+    if request.params.logprobs is not None:
+        request.logprobs.append(row.likeliest(request.params.logprobs))
 
 
 def prompt_rows(request: Request, start: int, end: int) -> PromptRows | None:
@@ -28,7 +37,7 @@ def prompt_rows(request: Request, start: int, end: int) -> PromptRows | None:
     count = request.params.prompt_logprobs
     if count is None or not request.awaits_prompt_logprobs:
         return None
-    first, last = max(start, len(request.prompt_logprobs)), min(end, request.num_prompt_tokens - 1)
+    first, last = max(start, request.num_prompt_rows), min(end, request.num_prompt_tokens - 1)
     return PromptRows(request.token_ids[first + 1 : last + 1], first - start, count) if first < last else None
 
 

@@ -15,10 +15,11 @@ from dalsegno.hit_report import HitReport, LostReason
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.request import FinishReason, Request, RequestStatus, RequestUpdate
+from dalsegno.sched.cold_checks import ColdChecks, ColdCheckSetup
 from dalsegno.sched.connection import Connection
 from dalsegno.sched.external import Decision
 from dalsegno.sched.prefix_wait import PlannedBoundaries
-from dalsegno.sched.sampling import finish_of, prompt_rows, sample_spec
+from dalsegno.sched.sampling import finish_of, prompt_rows, sample_spec, take_row
 from dalsegno.types import ScheduledRequest, StepPlan, StepResult
 
 __all__ = ["Scheduler"]
@@ -46,8 +47,15 @@ def _order(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Waiting and running requests. Owns no block: those are the manager's. Used on the engine thread only."""
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, connection: Connection) -> None:
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig,
+        connection: Connection,
+        cold_checks: ColdCheckSetup | None = None,
+    ) -> None:
         """Schedule on the blocks of `manager`, to which `connection` is bound."""
+        self.checks = ColdChecks(manager, cold_checks or ColdCheckSetup())
         self.manager = manager
         self.config = config
         self.connection = connection
@@ -68,7 +76,7 @@ class Scheduler:
 
     def knows(self, request_id: str) -> bool:
         """Whether an unfinished request, or one whose table is kept, has this id."""
-        return request_id in self._unfinished or self.connection.keeps(request_id)
+        return request_id in self._unfinished or self.connection.keeps(request_id) or self.checks.is_running(request_id)
 
     def add(self, request: Request) -> None:
         """Queue a request that fits alone; nobody unfinished has its id or that of one of its samples."""
@@ -84,7 +92,8 @@ class Scheduler:
         """Plan the next step, or None when nothing can run and the connector has nothing to say.
 
         Needs of running requests first (preempting the last ones while there is no room), then what they want of the
-        state, then admissions, then exports: a wish is granted only from what no need of this step asks for.
+        state, then admissions, then exports: a wish is granted only from what no need of this step asks for. A cold check
+        gets what is left.
         """
         scheduled: dict[Request, int] = {}
         solo = self._next_suspect()
@@ -95,6 +104,9 @@ class Scheduler:
             self._admit_waiting(scheduled, budget, solo)
         for request, num_tokens in scheduled.items():
             self.manager.grant_exports(request, num_tokens)
+        if solo is None and not preempted:
+            left = self.config.max_num_batched_tokens - sum(scheduled.values())
+            scheduled |= self.checks.schedule(left, alone=not self.has_unfinished)
         if not scheduled and not self.connection.has_push_work:
             return None
         self._step_id += 1
@@ -107,6 +119,10 @@ class Scheduler:
         running = {request.request_id: request for request in self.running}
         updates: list[RequestUpdate] = []
         for part in plan.requests:
+            if self.checks.is_running(part.request_id):
+                # Last in the plan, so that what it forgets is behind what the others have published.
+                self.checks.commit(part, result)
+                continue
             request = running[part.request_id]
             if part.start < request.prefill_target:
                 request.num_prefilled_tokens += result.num_computed[part.request_id]
@@ -157,6 +173,7 @@ class Scheduler:
         touched |= {request_id for request_id, _ in self.manager.copies_in_flight}
         reached = {part.request_id: part.end for part in plan.requests}
         self.manager.end_copies()
+        self.checks.fail(touched)
         updates: list[RequestUpdate] = []
         for request in [request for request in self.running if request.request_id in touched]:
             guilty = error is not None and request.request_id in self._suspects
@@ -206,6 +223,8 @@ class Scheduler:
                 continue
             num_tokens = self._chunk(request, request.num_computed_tokens, budget)
             while self.manager.allocate_slots(request, num_tokens) is None:
+                if self.checks.give_way():
+                    continue
                 # The last in order goes first, so no victim has been scheduled in this step yet.
                 victim = self.running[-1] if solo is None else self._solo_victim(request)
                 preempted = True
@@ -298,6 +317,8 @@ class Scheduler:
         """
         # From here on the hit pins what it needs itself.
         self.connection.loads.release(request)
+        if request.packed:
+            self.checks.give_way()
         while True:
             alone = not self.running
             num_tokens = self._chunk(request, computed.boundary, budget)
@@ -307,6 +328,8 @@ class Scheduler:
                 request, num_tokens, computed, room_for_tokens=room, packed=request.packed
             ):
                 break
+            if (alone or beside) and self.checks.give_way():
+                continue
             if alone and computed.boundary:
                 computed = self.manager.truncate_computed_blocks(computed, computed.boundary - self._unit)
             elif solo is not None and self.running:
@@ -320,6 +343,7 @@ class Scheduler:
         return num_tokens
 
     def _note_admission(self, request: Request, boundary: int, report: HitReport) -> None:
+        self.checks.choose(request, boundary)
         if request.num_cached_tokens is not None:
             self.counters["num_recovered_tokens"] += boundary
             return
@@ -375,8 +399,9 @@ class Scheduler:
         for index, sample in [*enumerate(siblings, 1), (0, request)]:
             token = tokens[index]
             sample.token_ids.append(token)
+            sample.witness_until = max(sample.witness_until, request.witness_until)
             if rows is not None:
-                sample.logprobs.append(rows[index])
+                take_row(sample, rows[index])
             self.counters["generation_tokens"] += 1
             if sample.first_token_time is None:
                 sample.first_token_time = now
@@ -445,6 +470,7 @@ class Scheduler:
             self._suspects.pop(sample.request_id, None)
             self._unfinished.discard(sample.request_id)
             self.counters[f"request_success_{reason.value}"] += 1
+            self.checks.enqueue(sample)
             updates.append(RequestUpdate(sample, [], finished=True))
         request.siblings = []
         return updates

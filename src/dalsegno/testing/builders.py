@@ -10,6 +10,7 @@ from dalsegno.kv.layout import GroupSpec, MemoryLayout, plan_layout
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.request import FinishReason, Request, RequestUpdate
 from dalsegno.sampling_params import SamplingParams
+from dalsegno.sched.cold_checks import ColdCheckSetup
 from dalsegno.testing.fake_worker import FakeWorker
 from dalsegno.types import CachePart, GroupKind, LayerCacheSpec
 
@@ -125,6 +126,7 @@ def make_core(
     *,
     max_model_len: int = 512,
     budget: int = 2048,
+    cold_checks: ColdCheckSetup | None = None,
     **scheduler: Any,
 ) -> EngineCore:
     """Make an engine core in debug mode over a `FakeWorker`; `scheduler` are fields of `SchedulerConfig`."""
@@ -132,7 +134,7 @@ def make_core(
     layout = layout or make_layout(config=config)
     worker = FakeWorker(layout)
     scheduler_config = SchedulerConfig(max_model_len, budget, **scheduler)
-    return EngineCore(worker, worker.clock, layout, config, scheduler_config, debug=True)
+    return EngineCore(worker, worker.clock, layout, config, scheduler_config, debug=True, cold_checks=cold_checks)
 
 
 def steps(core: EngineCore) -> Iterator[list[RequestUpdate]]:

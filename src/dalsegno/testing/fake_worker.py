@@ -228,7 +228,7 @@ class FakeWorker:
         seen = self._seen_by(request, request.end, end_state)
         tokens = [_next_token(seen, sample, self.vocab_size) for sample in spec.sample_indices]
         result.sampled[request.request_id] = tokens
-        count = spec.params.logprobs
+        count = spec.num_logprobs
         if count is not None:
             result.logprobs[request.request_id] = [_logprobs(seen, t, count, self.vocab_size) for t in tokens]
 

@@ -55,12 +55,14 @@ def _report(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> 
     ranks = (values >= own).sum(dim=-1, dtype=torch.int32).tolist()
     best_ids = _best(values, min(max(counts), logits.shape[1]))
     best = values.gather(1, best_ids).tolist()
+    low, high = logits.aminmax(dim=-1)
+    scales = high.maximum(-low).tolist()
     reports = []
     for row, (token_id, value, ids) in enumerate(
         zip(token_ids, own.flatten().tolist(), best_ids.tolist(), strict=True)
     ):
         count = counts[row]
-        reports.append(TokenLogprobs((token_id, *ids[:count]), (value, *best[row][:count]), ranks[row]))
+        reports.append(TokenLogprobs((token_id, *ids[:count]), (value, *best[row][:count]), ranks[row], scales[row]))
     return reports
 
 

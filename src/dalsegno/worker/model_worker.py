@@ -158,9 +158,9 @@ class ModelWorker:
     ) -> None:
         """Report on the sampled tokens of the rows that ask for it."""
         asked = [
-            (row, request_id, spec.params.logprobs, token)
+            (row, request_id, spec.num_logprobs, token)
             for row, (request_id, spec) in enumerate(zip(ids, specs, strict=True))
-            if spec.params.logprobs is not None
+            if spec.num_logprobs is not None
             for token in result.sampled[request_id]
         ]
         if not asked:
