@@ -1,8 +1,9 @@
 """Prefill, resend and decode on the tiny Qwen3-Next, beside transformers in the same process and other engines.
 
-Both sides run float32 with the same number of threads, in turn; each figure is the best of its repeats, since what else
-runs on the machine only adds. The figures of vLLM and llama.cpp were measured once, on two cores. `--context` is the
-prompt's length where decode steps are measured; `--bfloat16 1` is our dtype alone.
+We run with native kernels and with torch alone; all sides run float32 with the same number of threads, in turn. Each
+figure is the best of its repeats, since what else runs on the machine only adds. The figures of vLLM and llama.cpp were
+measured once, on two cores. `--context` is the prompt's length where decode steps are measured; `--bfloat16 1` is our
+dtype, for which there are no native kernels.
 """
 
 import copy
@@ -10,6 +11,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from dalsegno.models.tiny import make_tiny_model
 NEW_TOKENS = 64
 BATCHES = (1, 8, 32)
 DTYPES = ("float32", "bfloat16")
+NATIVE, TORCH, THEIRS = "native", "torch alone", "transformers"
 
 PREFILL, RESEND = "prefill {tokens} tokens", "the same prompt and 64 new tokens"
 DECODE = "decode step at batch {batch}"
@@ -136,7 +139,7 @@ def main() -> None:
         ("tokens", 2048),
         ("context", 128),
         ("steps", 32),
-        ("repeats", 5),
+        ("repeats", 4),
         ("bfloat16", 0),
         ("threads", 0),
     )
@@ -145,39 +148,46 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     sizes = (arguments.tokens, arguments.context, arguments.steps)
-    ours: list[dict[str, float]] = []
-    theirs: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as directory:
+    forms = {TORCH: False} if arguments.bfloat16 else {NATIVE: True, TORCH: False}
+    options = {"dtype": DTYPES[bool(arguments.bfloat16)], "kv_cache_memory_bytes": 2**29}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*forms, THEIRS)}
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         folder = Path(directory) / "tiny"
         make_tiny_model("qwen3-next", folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        options = {"dtype": DTYPES[bool(arguments.bfloat16)], "max_num_batched_tokens": 8192}
-        with LLM(folder, kv_cache_memory_bytes=2**30, **options) as llm:
-            # Both sides draw the same prompts.
-            left, right = Prompts(4096), Prompts(4096)
-            for _ in range(arguments.repeats + 1):
-                ours.append(measure_ours(llm, left, *sizes))
-                theirs.append(measure_theirs(model, right, *sizes))
-    print_rows(_rows(_best(ours[1:]), _best(theirs[1:]), arguments.tokens), as_json=arguments.json)
+        ours = {
+            name: stack.enter_context(LLM(folder, native_kernels=native, max_num_batched_tokens=8192, **options))
+            for name, native in forms.items()
+        }
+        # All sides draw the same prompts.
+        prompts = {name: Prompts(4096) for name in runs}
+        for _ in range(arguments.repeats + 1):
+            for name, llm in ours.items():
+                runs[name].append(measure_ours(llm, prompts[name], *sizes))
+            runs[THEIRS].append(measure_theirs(model, prompts[THEIRS], *sizes))
+    best = {name: _best(measured[1:]) for name, measured in runs.items()}
+    theirs = best.pop(THEIRS)
+    rows = [row for form, figures in best.items() for row in _rows(form, figures, theirs, arguments.tokens)]
+    print_rows(rows, as_json=arguments.json)
 
 
 def _best(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: min(run[name] for run in runs) for name in runs[0]}
 
 
-def _rows(ours: dict[str, float], theirs: dict[str, float], tokens: int) -> list[Row]:
+def _rows(form: str, ours: dict[str, float], theirs: dict[str, float], tokens: int) -> list[Row]:
     rows = []
-    references = {"transformers": theirs, **OTHERS}
+    references = {THEIRS: theirs, **OTHERS}
     for name, value in ours.items():
         for other, figures in references.items():
             if name in figures:
-                what = f"{name.format(tokens=tokens)}, beside {other}"
+                what = f"{name.format(tokens=tokens)}, {form}, beside {other}"
                 rows.append(Row(what, 1e3 * value, "ms", 1e3 * figures[name], value / figures[name], command_line()))
     before = None
     for batch in BATCHES:
         rate = batch / ours[DECODE.format(batch=batch)]
         ratio = None if before is None else rate / before
-        rows.append(Row(f"decode throughput at batch {batch}", rate, "tokens/s", before, ratio, command_line()))
+        rows.append(Row(f"decode throughput at batch {batch}, {form}", rate, "tokens/s", before, ratio, command_line()))
         before = rate
     return rows
 
