@@ -10,6 +10,7 @@ import pytest
 
 from dalsegno import LLM, SamplingParams
 from dalsegno.errors import CheckpointError, OptionError, RequestError
+from dalsegno.models.tiny import TINY_KINDS
 from tests.matrix.tiny_models import tiny_model
 
 KIND = "qwen3-next"
@@ -22,9 +23,15 @@ def _copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_model(KIND), tmp_path / "model"))
 
 
+@pytest.fixture(scope="module", params=TINY_KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of tiny model in turn, for what depends on the model."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def llm() -> Any:
-    with LLM(tiny_model(KIND), debug=True, **SMALL) as made:
+def llm(kind: str) -> Any:
+    with LLM(tiny_model(kind), debug=True, **SMALL) as made:
         yield made
 
 
@@ -36,8 +43,8 @@ def test_text_in_text_out(llm: LLM) -> None:
     assert len(output.outputs[0].token_ids) == 8
 
 
-def test_a_hit_gives_the_answer_of_a_cold_run(llm: LLM) -> None:
-    with LLM(tiny_model(KIND), enable_prefix_caching=False, **SMALL) as cold:
+def test_a_hit_gives_the_answer_of_a_cold_run(llm: LLM, kind: str) -> None:
+    with LLM(tiny_model(kind), enable_prefix_caching=False, **SMALL) as cold:
         for prompt in (TEXT, TEXT + "x", TEXT + "\nfoo" * 9):
             expected, (found,) = cold.generate(prompt, GREEDY)[0], llm.generate(prompt, GREEDY)
             assert found.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -84,17 +91,17 @@ BAD_PROMPTS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "given"), BAD_PROMPTS)
-def test_after_bad_input_the_same_engine_answers_as_before(llm: LLM, prompt: Any, given: dict[str, Any]) -> None:
+def test_after_bad_input_the_same_engine_answers_as_before(llm: LLM) -> None:
     llm.reset_prefix_cache()
     (before,) = llm.generate(TEXT, GREEDY)
-    with pytest.raises((RequestError, OptionError)):
-        llm.generate([TEXT, prompt], SamplingParams(max_tokens=2, **given))
-    llm.verify()
-    llm.reset_prefix_cache()
-    (after,) = llm.generate(TEXT, GREEDY)
-    assert after.outputs[0].token_ids == before.outputs[0].token_ids
-    llm.verify()
+    for prompt, given in BAD_PROMPTS:
+        with pytest.raises((RequestError, OptionError)):
+            llm.generate([TEXT, prompt], SamplingParams(max_tokens=2, **given))
+        llm.verify()
+        llm.reset_prefix_cache()
+        (after,) = llm.generate(TEXT, GREEDY)
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        llm.verify()
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
