@@ -20,10 +20,10 @@ def _has_test(tree: ast.Module | ast.ClassDef) -> bool:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             return True
-        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            # The tests of a contract suite are inherited.
-            if _has_test(node) or any(ast.unparse(base).endswith("Contract") for base in node.bases):
-                return True
+        # The tests of a contract suite are inherited.
+        is_suite = isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith("Contract") for b in node.bases)
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test") and (is_suite or _has_test(node)):
+            return True
         # A stateful machine of hypothesis becomes a test through its TestCase.
         is_case = isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(".TestCase")
         if is_case and ast.unparse(node).startswith("Test"):
