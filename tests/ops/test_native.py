@@ -190,35 +190,58 @@ def test_conv_step(activation: str | None, channels: int, kernel: int, per_slab:
 
 def _rowwise() -> dict[str, Callable[[Tensor], Tensor]]:
     weight, up, down = torch.randn(41, 37), torch.randn(3, 10, 37), torch.randn(3, 37, 5)
+
+    def experts(x: Tensor, *, gated: bool) -> Tensor:
+        chosen, shares = torch.tensor([[0, 2]]).expand(len(x), 2), torch.full((len(x), 2), 0.5)
+        return routed_experts(x, chosen, shares, up if gated else up[:, :5].contiguous(), down, gated=gated)
+
     return {
         "linear": lambda x: linear(x, weight),
         "rms_norm": lambda x: rms_norm(x, weight[0], 1e-6, gate=x),
-        "routed_experts": lambda x: routed_experts(
-            x, torch.tensor([[0, 2]]).expand(len(x), 2), torch.full((len(x), 2), 0.5), up, down, gated=True
-        ),
+        "routed_experts": lambda x: experts(x, gated=True),
+        "routed_experts, not gated": lambda x: experts(x, gated=False),
     }
 
 
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "routed_experts"])
+@pytest.mark.parametrize("name", _rowwise())
 def test_a_row_is_the_same_whatever_rows_come_with_it(name: str, kernels: Kernels) -> None:
-    work = _rowwise()[name]
+    work, kernel = _rowwise()[name], name.partition(",")[0]
     x = torch.randn(9, 37)
-    whole = _native(kernels, lambda: work(x), name)
+    whole = _native(kernels, lambda: work(x), kernel)
     for rows in ([0], [8], [3, 1], [2, 4, 6], [7, 6, 5, 4, 3, 2, 1, 0]):
-        assert torch.equal(_native(kernels, lambda rows=rows: work(x[rows]), name), whole[rows])  # type: ignore[misc]
+        assert torch.equal(_native(kernels, lambda rows=rows: work(x[rows]), kernel), whole[rows])  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "routed_experts"])
+@pytest.mark.parametrize("name", _rowwise())
 @pytest.mark.parametrize("place", [0, 20, 36])
 def test_a_nan_spoils_its_own_row_and_no_other(place: int, name: str, kernels: Kernels) -> None:
-    work = _rowwise()[name]
+    work, kernel = _rowwise()[name], name.partition(",")[0]
     x = torch.randn(9, 37)
-    whole = _native(kernels, lambda: work(x), name)
+    whole = _native(kernels, lambda: work(x), kernel)
     x[4, place] = NAN
-    out = _native(kernels, lambda: work(x), name)
+    out = _native(kernels, lambda: work(x), kernel)
     assert bool(out[4].isnan().all())
     others = [row for row in range(9) if row != 4]
     assert torch.equal(out[others], whole[others])
+
+
+def test_a_decay_that_is_no_number_shows_in_output_and_state(kernels: Kernels) -> None:
+    heads, scalars, broken = torch.randn(2, 1, 3), torch.rand(2, 1), torch.tensor([[0.5], [NAN]])
+    rules: dict[str, Callable[[StateLayerCache], Tensor]] = {
+        "gated_delta_step": lambda cache: gated_delta_rule(heads, heads, heads, -broken, scalars, cache, "state"),
+        "scan_step": lambda cache: selective_scan(
+            heads, broken, -torch.ones(1), heads, heads, torch.ones(1), cache, "state"
+        ),
+        "scan_step, rate": lambda cache: selective_scan(
+            heads, scalars, torch.tensor([NAN]), heads, heads, torch.ones(1), cache, "state"
+        ),
+    }
+    for name, rule in rules.items():
+        memory, batch = _decode_batch(2, 1, (1, 3, 3))
+        out = _native(kernels, lambda r=rule, m=memory, b=batch: r(state_cache(m, b)), name.partition(",")[0])  # type: ignore[misc]
+        assert bool(out[1].isnan().all())
+        assert bool(memory.block("state", batch.write_blocks[1]).isnan().all())
+        assert bool(memory.block("state", batch.write_blocks[0]).isnan().all()) == ("rate" in name)
 
 
 @pytest.mark.parametrize("activation", ["silu", None])
