@@ -1,4 +1,4 @@
-"""Cold checks as options ask for them, and what a mismatch leaves behind: one log line, and all it takes to replay it."""
+"""Cold checks as options ask for them, and what a mismatch leaves: a log line, and all it takes to replay it."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ __all__ = ["cold_check_setup", "describe_mismatch"]
 _log = logging.getLogger(__name__)
 
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""By dtype: float32's is that of rule R1; a hit and a cold run of the others differ by a dozen roundings (2^-11, 2^-8)."""
+"""By dtype. float32 has that of rule R1; the others allow for about a dozen roundings (of 2^-11 and of 2^-8)."""
 
 
 def cold_check_setup(options: EngineOptions, path: Path, dtype: str, start_up_plan: str) -> ColdCheckSetup:

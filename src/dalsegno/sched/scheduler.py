@@ -92,8 +92,8 @@ class Scheduler:
         """Plan the next step, or None when nothing can run and the connector has nothing to say.
 
         Needs of running requests first (preempting the last ones while there is no room), then what they want of the
-        state, then admissions, then exports: a wish is granted only from what no need of this step asks for. A cold check
-        gets what is left.
+        state, then admissions, then exports: a wish is granted only from what no need of this step asks for. A cold
+        check gets what is left.
         """
         scheduled: dict[Request, int] = {}
         solo = self._next_suspect()
@@ -337,13 +337,13 @@ class Scheduler:
             else:
                 return None
         self._note_admission(request, computed.boundary, report)
+        self.checks.choose(request, computed.boundary)
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=_order)
         return num_tokens
 
     def _note_admission(self, request: Request, boundary: int, report: HitReport) -> None:
-        self.checks.choose(request, boundary)
         if request.num_cached_tokens is not None:
             self.counters["num_recovered_tokens"] += boundary
             return
