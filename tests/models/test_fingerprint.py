@@ -1,5 +1,6 @@
 """The weights fingerprint says everything about the tensors and nothing about files, paths and times."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dalsegno.errors import CheckpointError
-from dalsegno.models.checkpoint import weights_fingerprint
+from dalsegno.models.checkpoint import config_fingerprint, weights_fingerprint
 from tests.models.broken import edit_tensors, write_checkpoint, write_shards
 
 
@@ -73,3 +74,33 @@ def test_corrupt_weights_have_no_fingerprint(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         weights_fingerprint(tmp_path)
+
+
+ORIGIN = {"_name_or_path": "x/y", "transformers_version": "9.9", "dtype": "float16", "torch_dtype": "bfloat16"}
+
+
+def _edit_config(path: Path, **fields: object) -> str:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+    return config_fingerprint(path)
+
+
+def test_where_a_config_comes_from_does_not_enter_and_neither_does_the_order_of_fields(tmp_path: Path) -> None:
+    before = config_fingerprint(write_checkpoint(tmp_path))
+    assert _edit_config(tmp_path, **ORIGIN) == before
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=4))
+    assert config_fingerprint(tmp_path) == before
+
+
+def test_every_other_field_of_a_config_enters(tmp_path: Path) -> None:
+    """70: the architecture too, which chooses the model that computes."""
+    before = config_fingerprint(write_checkpoint(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "architectures" in config
+    found = {before}
+    for name in [*(config.keys() - ORIGIN.keys()), "unheard_of"]:
+        found.add(_edit_config(tmp_path, **{name: "changed"}))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert len(found) == 1 + len(config.keys() - ORIGIN.keys()) + 1
+    assert config_fingerprint(tmp_path) == before

@@ -30,7 +30,8 @@ __all__ = [
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_ORIGIN_FIELDS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+# "architectures" is not among them: it chooses the model.
+_ORIGIN_FIELDS = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _SUPPORTED_WEIGHTS = f"supported are {_WEIGHTS}, or shards listed in {_INDEX}"
