@@ -15,7 +15,7 @@ from dalsegno.prefix.resolve import window_first_block
 from dalsegno.request import Request
 from dalsegno.types import NULL_BLOCK
 
-__all__ = ["HandOff", "HandOffEntry", "HandOffSink", "HandOffs"]
+__all__ = ["HandOff", "HandOffEntry", "HandOffSink", "HandOffs", "block_ends"]
 
 HandOffEntry = tuple[int, int, int]
 """(group, block, boundary): the block vouches for everything in it up to the boundary."""
@@ -87,7 +87,7 @@ class HandOffs:
             if group.prefix == "none":
                 continue
             first = self.sink.first_needed(request, group.group_id, boundary, listed)
-            for end in _ends(group, first, boundary):
+            for end in block_ends(group, first, boundary):
                 block = self._index.find(group.group_id, request.block_hashes[end // self._index.unit - 1])
                 if block == NULL_BLOCK:
                     return None
@@ -102,7 +102,7 @@ class HandOffs:
             self._pins.unpin(hand_off.blocks())
 
 
-def _ends(group: GroupSpec, first_token: int, boundary: int) -> list[int]:
+def block_ends(group: GroupSpec, first_token: int, boundary: int) -> list[int]:
     """Where the blocks that cover `[first_token, boundary)` end, as far as the boundary needs them."""
     if first_token >= boundary:
         return []

@@ -8,12 +8,12 @@ pins hold until it is admitted. Published blocks of others are never written: a 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from dalsegno.kv.hand_off import block_ends
 from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import GroupSpec
 from dalsegno.kv.pins import BlockPins
 from dalsegno.kv.pool import SlabPool
 from dalsegno.kv.tables import ComputedBlocks
-from dalsegno.prefix.resolve import window_first_block
 from dalsegno.request import Request
 from dalsegno.types import NULL_BLOCK, BlockHash, LoadFailure
 
@@ -152,19 +152,12 @@ class Loads:
         """What of the group's need is there, as (group, block), and the indices of the blocks that are not."""
         if group.prefix == "none":
             return [], []
-        ends = [boundary]
-        first = 0
-        if not group.is_state:
-            size = group.block_size
-            if group.window is not None:
-                first = window_first_block(boundary, group.window, size)
-            ends = [min((block + 1) * size, boundary) for block in range(first, -(-boundary // size))]
         there: list[tuple[int, int]] = []
         absent: list[int] = []
-        for position, end in enumerate(ends, first):
+        for end in block_ends(group, 0, boundary):
             block = self._index.find(group.group_id, request.block_hashes[end // self._index.unit - 1])
             if block == NULL_BLOCK:
-                absent.append(position)
+                absent.append(0 if group.is_state else (end - 1) // group.block_size)
             else:
                 there.append((group.group_id, block))
         return there, absent

@@ -5,6 +5,7 @@ It asks the store only whether objects exist; bytes are the worker side's. `crea
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from dalsegno.connector.base import BoundPool, ConnectorOutput, ExternalMatch, MatchStatus, SchedulerConnector
@@ -19,10 +20,10 @@ from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.connector.store.worker import StoreWorker
 from dalsegno.errors import OptionError
-from dalsegno.kv.hand_off import HandOff
+from dalsegno.kv.hand_off import HandOff, block_ends
 from dalsegno.kv.loads import Load
 from dalsegno.kv.tables import ComputedBlocks
-from dalsegno.request import Request
+from dalsegno.request import Request, RequestStatus
 from dalsegno.store.base import Status, Store
 from dalsegno.store.keys import salt_tag
 from dalsegno.types import NULL_BLOCK, GroupKind, StepPlan
@@ -31,6 +32,13 @@ __all__ = ["StoreScheduler", "create"]
 
 _COUNTERS = ("external_prefix_cache_lookups", "kv_offload_lookup_errors")
 _MISS = ExternalMatch(MatchStatus.MISS)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadUnderWay:
+    request: Request
+    epoch: int
+    objects: tuple[StoredObject, ...]
 
 
 def create(config: KVTransferConfig, context: ConnectorContext) -> tuple["StoreScheduler", StoreWorker]:
@@ -86,7 +94,7 @@ class StoreScheduler(SchedulerConnector):
         self._cleared = 0
         self._must_clear = False
         self._loads_outbox: list[LoadJob] = []
-        self._loads: dict[int, tuple[Request, tuple[StoredObject, ...]]] = {}
+        self._loads: dict[int, _LoadUnderWay] = {}
         self._matches: dict[Request, StoreMatch] = {}
         self._excluded: dict[Request, set[ObjectRef]] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -162,7 +170,7 @@ class StoreScheduler(SchedulerConnector):
                 return ExternalMatch(MatchStatus.PENDING)
         if match is None:
             return _MISS
-        if match.boundary <= local.boundary:
+        if match.boundary <= local.boundary or not self._suffices(match, request):
             return ExternalMatch(MatchStatus.MISS, shared_tokens=match.shared)
         self._matches[request] = match
         return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async, match.shared)
@@ -180,7 +188,7 @@ class StoreScheduler(SchedulerConnector):
             blocks = tuple(targets.get(index, NULL_BLOCK) for index in indices)
             if any(blocks):
                 objects.append(StoredObject(item.group_id, item.first_token, item.boundary, item.block_hash, blocks))
-        self._loads[load.load_id] = request, tuple(objects)
+        self._loads[load.load_id] = _LoadUnderWay(request, self._jobs.epoch, tuple(objects))
         self._loads_outbox.append(LoadJob(load.load_id, salt_tag(request.cache_salt), tuple(objects)))
 
     # Speaking with the worker side.
@@ -203,18 +211,17 @@ class StoreScheduler(SchedulerConnector):
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """See the base class."""
-        for failure in output.failed:
-            request, objects = self._loads.get(failure.load_id, (None, ()))
-            for item in objects:
-                if request is not None and (item.group_id, item.boundary) == (failure.group_id, failure.boundary):
-                    self._jobs.known.discard(item.ref)
-                    self._excluded.setdefault(request, set()).add(item.ref)
         failed = {(failure.load_id, failure.group_id, failure.boundary) for failure in output.failed}
-        for load_id in output.received:
-            _, objects = self._loads.pop(load_id, (None, ()))
-            for item in objects:
+        for load_id in output.received & self._loads.keys():
+            load = self._loads.pop(load_id)
+            for item in load.objects:
                 if (load_id, item.group_id, item.boundary) not in failed:
-                    self._jobs.known.add(item.ref)
+                    if load.epoch == self._jobs.epoch:
+                        self._jobs.known.add(item.ref)
+                    continue
+                self._jobs.known.discard(item.ref)
+                if load.request.status is not RequestStatus.FINISHED:
+                    self._excluded.setdefault(load.request, set()).add(item.ref)
         if isinstance(output.worker_meta, WorkerMeta):
             for report in output.worker_meta.reports:
                 self._jobs.finish(report)
@@ -266,6 +273,18 @@ class StoreScheduler(SchedulerConnector):
             predicted=(*request.checkpoint_at, request.num_tokens - 1),
             excluded=frozenset(self._excluded.get(request, ())),
         )
+
+    def _suffices(self, match: StoreMatch, request: Request) -> bool:
+        """Whether what the lookup counted as being on the device still is; other requests may have evicted it."""
+        index = self.pool.index
+        for group in self._objects.groups:
+            there = [(item.first_token, item.boundary) for item in match.objects if item.group_id == group.group_id]
+            for end in block_ends(group, 0, match.boundary):
+                if index.find(group.group_id, request.block_hashes[end // self._unit - 1]) == NULL_BLOCK and not any(
+                    first < end <= boundary for first, boundary in there
+                ):
+                    return False
+        return True
 
     def _find(self, query: LookupQuery) -> StoreMatch:
         self.counters["external_prefix_cache_lookups"] += 1
