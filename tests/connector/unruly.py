@@ -34,7 +34,8 @@ class UnrulyWorker(WorkerConnector):
     loads: list[tuple[int, tuple[LoadFailure, ...]]] = field(default_factory=list)
     jobs: list[JobReport] = field(default_factory=list)
     cleared: int = 0
-    told_cleared: int = 0
+    num_clears: int = 0
+    told_clears: int = 0
 
     @property
     def needs_shared_memory(self) -> bool:  # type: ignore[override]
@@ -61,10 +62,10 @@ class UnrulyWorker(WorkerConnector):
         reports = self._choose(self.jobs)
         if reports and self.rng.random() < self.repeat:
             reports.append(JobReport(10**6 + self.rng.randrange(100), complete=True))
-        if (not reports and self.cleared == self.told_cleared) or self.holds_all:
+        if (not reports and self.num_clears == self.told_clears) or self.holds_all:
             return None
-        self.told_cleared = self.cleared
-        return WorkerMeta(tuple(reports), self.cleared)
+        self.told_clears = self.num_clears
+        return WorkerMeta(tuple(reports), self.cleared, self.num_clears)
 
     def collect(self) -> None:
         """Take over what the inner side has to report."""
@@ -73,7 +74,7 @@ class UnrulyWorker(WorkerConnector):
         worker_meta = self.inner.build_connector_worker_meta()
         if isinstance(worker_meta, WorkerMeta):
             self.jobs += worker_meta.reports
-            self.cleared = worker_meta.cleared
+            self.cleared, self.num_clears = worker_meta.cleared, worker_meta.num_clears
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         self.inner.on_progress(callback)

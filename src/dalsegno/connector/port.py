@@ -45,9 +45,12 @@ class ConnectorPort:
         self._woken.clear()
         return collect_output(self.connector)
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when there may be something new since the last `output`, at the latest after `timeout_s` seconds."""
-        self._woken.wait(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Return when there may be something new since the last `output`, at the latest after `timeout_s` seconds.
+
+        Whether there may be.
+        """
+        return self._woken.wait(timeout_s)
 
     def wake(self) -> None:
         """End a wait; from any thread."""

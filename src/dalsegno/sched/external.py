@@ -153,6 +153,9 @@ class ExternalLoads:
             del self.loading[request]
             asked = self._asked[request]
             self._landed[request] = load
+            if not self._manager.pins.has_room():
+                # Blocks published meanwhile lie in slabs of their own; those pins are no need of anybody's.
+                self.release(request)
             if not failed:
                 asked.loaded_boundary = load.boundary
             elif self._fail(request, load):
@@ -177,7 +180,8 @@ class ExternalLoads:
         return back, ended
 
     def release(self, request: Request) -> None:
-        """The request has found what was loaded for it, or gives it up; the blocks stay cached."""
+        """The request has found what was loaded for it, or waits for nothing more; the blocks stay cached."""
+        self._pending.discard(request)
         load = self._landed.pop(request, None)
         if load is not None:
             self._manager.loads.release(load)
@@ -186,7 +190,6 @@ class ExternalLoads:
         """The request has ended, or goes back to the queue: nothing was asked for it."""
         self.release(request)
         self._asked.pop(request, None)
-        self._pending.discard(request)
         loading = self.loading.pop(request, None)
         if loading is not None:
             self._manager.loads.abandon(loading)

@@ -127,10 +127,12 @@ class _FakePort(ConnectorPort):
         super().__init__(connector, memory)
         self._clock = clock
 
-    def wait(self, timeout_s: float) -> None:
-        """Let the connector's threads run for a moment, and time go on by all of `timeout_s`."""
-        super().wait(min(timeout_s, _MOMENT_S))
-        self._clock.time += timeout_s
+    def wait(self, timeout_s: float) -> bool:
+        """Let the connector's threads run for a moment; if they have nothing to say, all of `timeout_s` goes by."""
+        woken = super().wait(min(timeout_s, _MOMENT_S))
+        if not woken:
+            self._clock.time += timeout_s
+        return woken
 
 
 class FakeWorker:

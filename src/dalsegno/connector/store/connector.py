@@ -3,7 +3,7 @@
 It asks the store only whether objects exist; bytes are the worker side's. `create` makes both sides over one store.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -92,6 +92,10 @@ class StoreScheduler(SchedulerConnector):
         self._keys = keys
         self._thread: LookupThread | None = None
         self._cleared = 0
+        self._num_clears = 0
+        self._asked_clears = 0
+        # Objects that are stored no more; lookups append from any thread.
+        self._gone: deque[ObjectRef] = deque()
         self._must_clear = False
         self._loads_outbox: list[LoadJob] = []
         self._loads: dict[int, _LoadUnderWay] = {}
@@ -153,12 +157,17 @@ class StoreScheduler(SchedulerConnector):
     def get_num_new_matched_tokens(self, request: Request, local: ComputedBlocks) -> ExternalMatch:
         """See the base class."""
         self._matches.pop(request, None)
+        self._forget_gone()
+        if self._cleared < self._jobs.epoch:
+            # The store may hold what a reset was to remove: it is asked for nothing until it has been emptied.
+            self._must_clear = self._must_clear or self._num_clears == self._asked_clears
         if not self._settings.enable_lookup:
             return ExternalMatch(MatchStatus.NONE)
         if self._cleared < self._jobs.epoch:
             return _MISS
         if self._thread is None:
             match: StoreMatch | None = self._find(self._query(request, local))
+            self._forget_gone()
         elif self._thread.is_running(request):
             done, match = self._thread.poll(request, lambda: None)
             if not done:
@@ -198,6 +207,7 @@ class StoreScheduler(SchedulerConnector):
         if not self.has_pending_push_work():
             return None
         step_meta = StepMeta(self._jobs.epoch, tuple(self._loads_outbox), tuple(self._jobs.outbox), self._must_clear)
+        self._asked_clears += self._must_clear
         self._loads_outbox, self._jobs.outbox, self._must_clear = [], [], False
         return step_meta
 
@@ -207,7 +217,7 @@ class StoreScheduler(SchedulerConnector):
 
     def has_pending_jobs(self) -> bool:
         """See the base class."""
-        return len(self._jobs) > 0 or bool(self._loads) or self._cleared < self._jobs.epoch
+        return len(self._jobs) > 0 or bool(self._loads) or self._num_clears < self._asked_clears
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """See the base class."""
@@ -226,9 +236,10 @@ class StoreScheduler(SchedulerConnector):
             for report in output.worker_meta.reports:
                 self._jobs.finish(report)
             self._cleared = max(self._cleared, output.worker_meta.cleared)
+            self._num_clears = max(self._num_clears, output.worker_meta.num_clears)
 
     def reset_cache(self) -> bool:
-        """Empty this engine's part of the store; until that has been reported nothing is looked up."""
+        """Empty this engine's part of the store; until that has been done nothing is looked up or stored."""
         self._jobs.reset()
         self._must_clear = True
         return True
@@ -286,6 +297,11 @@ class StoreScheduler(SchedulerConnector):
                     return False
         return True
 
+    def _forget_gone(self) -> None:
+        """What lookups have missed is not known to be stored any more, and can be stored again."""
+        for _ in range(len(self._gone)):
+            self._jobs.known.discard(self._gone.popleft())
+
     def _find(self, query: LookupQuery) -> StoreMatch:
         self.counters["external_prefix_cache_lookups"] += 1
         return find_in_store(
@@ -303,5 +319,8 @@ class StoreScheduler(SchedulerConnector):
             self.counters["kv_offload_lookup_errors"] += 1
             return [False] * len(objects)
         self.counters["kv_offload_lookup_errors"] += sum(status is Status.ERROR for status in found)
+        self._gone += (
+            item.ref for item, status in zip([*objects] * len(self._keys), found, strict=True) if status is Status.MISS
+        )
         ranks = [found[start : start + len(objects)] for start in range(0, len(found), len(objects))]
         return [all(status is Status.OK for status in statuses) for statuses in zip(*ranks, strict=True)]

@@ -136,6 +136,7 @@ class StoreJobs:
         """Begin a new epoch: nothing is known to be stored any more."""
         self.epoch += 1
         self.known.clear()
+        self._ledger.give_up()
 
     def _note_stored(self, request: Request, boundary: int) -> None:
         if request in self._followed:

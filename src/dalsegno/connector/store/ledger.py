@@ -5,7 +5,6 @@ slabs by `BlockPins`; what does not fit is refused before it is registered.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dalsegno.connector.store.messages import ObjectRef, StoreJob
@@ -61,6 +60,7 @@ class JobLedger:
         self._jobs: dict[int, _Owned] = {}
         self._pending: Counter[ObjectRef] = Counter()
         self._count = 0
+        self._given_up = 0
         self.backlog_bytes = 0
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class JobLedger:
         return self.backlog_bytes + num_bytes <= self._max_bytes
 
     def register(self, job: StoreJob, pins: list[tuple[int, int]], num_bytes: int) -> None:
-        """A job begins; it takes over `pins`."""
+        """A job begins; it takes over `pins`. Its objects are pending until it is finished or given up."""
         self._jobs[job.job_id] = _Owned(job, pins, num_bytes)
         self._pending.update(item.ref for item in job.objects)
         self.backlog_bytes += num_bytes
@@ -91,15 +91,16 @@ class JobLedger:
         owned = self._jobs.pop(job_id, None)
         if owned is None:
             return None
-        for item in owned.job.objects:
-            self._pending[item.ref] -= 1
-            if not self._pending[item.ref]:
-                del self._pending[item.ref]
+        if job_id > self._given_up:
+            for item in owned.job.objects:
+                self._pending[item.ref] -= 1
+                if not self._pending[item.ref]:
+                    del self._pending[item.ref]
         self.backlog_bytes -= owned.num_bytes
         pins.unpin(owned.pins)
         return owned.job
 
-    def pinned(self) -> Iterable[tuple[int, int]]:
-        """(group, block) of every pin of every job."""
-        for owned in self._jobs.values():
-            yield from owned.pins
+    def give_up(self) -> None:
+        """What the jobs so far were to put is put no more; they still own their blocks until they are reported."""
+        self._given_up = self._count
+        self._pending.clear()

@@ -92,7 +92,14 @@ class JobReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMeta:
-    """What one rank has to report; `cleared` is the last epoch whose clearing has ended."""
+    """What one rank has to report.
+
+    Attributes:
+        reports: jobs that have ended.
+        cleared: the last epoch before whose jobs the store was emptied.
+        num_clears: clearings that have ended, the failed ones included.
+    """
 
     reports: tuple[JobReport, ...]
     cleared: int
+    num_clears: int

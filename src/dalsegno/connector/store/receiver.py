@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from dalsegno.connector.base import BlockMemory
@@ -70,14 +70,14 @@ class Receiver:
         self._jobs.put(None)
         self._thread.join(timeout=5.0)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still uses the store, which may hang."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            failed = list(job.objects)
-            try:
-                failed = self._load(job)
-            except Exception:
-                self.counters["kv_offload_load_errors"] += 1
-                logger.exception("load %d failed", job.load_id)
+            failed = self._load(job)
             failures = [LoadFailure(job.load_id, f.group_id, f.first_token, f.boundary) for f in failed]
             self._done.append((job.load_id, failures))
             self._on_progress()
@@ -88,22 +88,32 @@ class Receiver:
         read: list[StoredObject] = []
         for start in range(0, len(job.objects), _BATCH):
             items = job.objects[start : start + _BATCH]
-            if self._closed:
-                return list(job.objects)
-            wanted = [
-                StoreObject(
-                    self._keys.key(job.salt, item),
-                    num_tokens_of(self._layout, item),
-                    buffers_of(self._memory, self._layout, item),
-                )
-                for item in items
-            ]
-            statuses = get_objects(self._store, wanted)
-            for item, target, status in zip(items, wanted, statuses, strict=True):
-                self._count(status, sum(part.nbytes for part in target.parts))
-                (read if status is Status.OK else failed).append(item)
-        self._on_loaded(job.salt, read)
+            there: list[StoredObject] = []
+            try:
+                there = [] if self._closed else self._read(job.salt, items)
+            except Exception:
+                self.counters["kv_offload_load_errors"] += 1
+                logger.exception("load %d failed", job.load_id)
+            read += there
+            failed += (item for item in items if item not in there)
+        if read:
+            self._on_loaded(job.salt, read)
         return failed
+
+    def _read(self, salt: str, items: Sequence[StoredObject]) -> list[StoredObject]:
+        """Read a batch; return what is there and right."""
+        wanted = [
+            StoreObject(
+                self._keys.key(salt, item),
+                num_tokens_of(self._layout, item),
+                buffers_of(self._memory, self._layout, item),
+            )
+            for item in items
+        ]
+        statuses = get_objects(self._store, wanted)
+        for target, status in zip(wanted, statuses, strict=True):
+            self._count(status, sum(part.nbytes for part in target.parts))
+        return [item for item, status in zip(items, statuses, strict=True) if status is Status.OK]
 
     def _count(self, status: Status, num_bytes: int) -> None:
         if status is Status.OK:

@@ -33,6 +33,7 @@ SENDER_COUNTERS = (
     "kv_offload_stores_skipped",
     "kv_offload_allocation_failure",
     "kv_offload_store_errors",
+    "kv_offload_clear_failures",
 )
 """Names of what a sender counts."""
 
@@ -41,7 +42,8 @@ class Sender:
     """Owns the thread. `push`, `touch`, `take` and `close` are called on the engine thread.
 
     Attributes:
-        cleared: last epoch whose clearing has ended.
+        cleared: last epoch before whose jobs the store was emptied.
+        num_clears: clearings that have ended, the failed ones included.
         counters: written by the thread alone.
     """
 
@@ -53,16 +55,18 @@ class Sender:
         memory: BlockMemory,
         gate: PressureGate,
         on_progress: Callable[[], None],
+        cleared: int = 0,
     ) -> None:
-        """Start the thread."""
+        """Start the thread; the store has been emptied for epoch `cleared` before."""
         self._store = store
         self._keys = keys
         self._layout = layout
         self._memory = memory
         self._gate = gate
         self._on_progress = on_progress
-        self._epoch = 0
-        self.cleared = 0
+        self._epoch = cleared
+        self.cleared = cleared
+        self.num_clears = 0
         self.counters: Counter[str] = Counter(dict.fromkeys(SENDER_COUNTERS, 0))
         self._reports: deque[JobReport] = deque()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -91,6 +95,11 @@ class Sender:
         self._tasks.put(None)
         self._thread.join(timeout=5.0)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still uses the store, which may hang."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
@@ -102,9 +111,12 @@ class Sender:
     def _clear(self, epoch: int) -> None:
         try:
             self._store.clear(namespace=self._keys.namespace)
-        finally:
             self.cleared = epoch
-            self._on_progress()
+        except Exception:
+            self.counters["kv_offload_clear_failures"] += 1
+            logger.exception("the store could not be emptied; it is not used until it can")
+        self.num_clears += 1
+        self._on_progress()
 
     def _report(self, job: StoreJob) -> None:
         stored: dict[StoreKey, StoredObject] = {}
@@ -119,7 +131,7 @@ class Sender:
 
     def _do(self, job: StoreJob, stored: dict[StoreKey, StoredObject]) -> bool:
         """Put a job's objects, adding those the store holds to `stored`; whether its boundary is complete."""
-        if job.epoch != self._epoch:
+        if not job.epoch == self._epoch == self.cleared:
             return False
         if not self._gate.admits():
             self.counters["kv_offload_stores_skipped"] += len(job.objects)

@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class SenderSetup:
         layout: how the memory is cut.
         memory_path: where the shared memory can be opened.
         pressure_pause_s: see `PressureGate`.
+        cleared: see `Sender`.
     """
 
     store: Mapping[str, Any]
@@ -53,6 +54,7 @@ class SenderSetup:
     layout: MemoryLayout
     memory_path: str
     pressure_pause_s: float
+    cleared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class _Progress:
 
     reports: tuple[JobReport, ...]
     cleared: int
+    num_clears: int
     counters: dict[str, int]
 
 
@@ -68,7 +71,7 @@ class ProcessSender:
     """Has the methods of `Sender`; the process behind it is started by the first push.
 
     Attributes:
-        cleared: last epoch whose clearing has ended.
+        cleared, num_clears: see `Sender`; what a process was asked for and did not do has failed.
     """
 
     def __init__(self, setup: SenderSetup, on_progress: Callable[[], None]) -> None:
@@ -80,12 +83,14 @@ class ProcessSender:
         # One guards what is told and counted, the other who starts and feeds the process.
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._epoch = 0
+        self._asked_clears = 0
+        self._lost_clears = 0
         self._pending: dict[int, None] = {}
         self._reports: deque[JobReport] = deque()
         self._done: Counter[str] = Counter(dict.fromkeys((*SENDER_COUNTERS, "kv_offload_workers_lost"), 0))
         self._running: dict[str, int] = {}
         self.cleared = 0
+        self.num_clears = 0
 
     @property
     def counters(self) -> Counter[str]:
@@ -98,7 +103,7 @@ class ProcessSender:
     def push(self, step_meta: StepMeta) -> None:
         """See `Sender.push`."""
         with self._lock:
-            self._epoch = step_meta.epoch
+            self._asked_clears += step_meta.clear
             self._pending.update((job.job_id, None) for job in step_meta.jobs)
         self._send(step_meta)
 
@@ -126,6 +131,11 @@ class ProcessSender:
             process.wait()
         pipe.close()
 
+    @property
+    def is_alive(self) -> bool:
+        """Never: the process has a store of its own."""
+        return False
+
     def _send(self, message: object) -> None:
         with self._send_lock:
             try:
@@ -147,7 +157,7 @@ class ProcessSender:
             command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment())
         self._pipe = Connection(ours.detach())
-        self._pipe.send(self._setup)
+        self._pipe.send(replace(self._setup, cleared=self.cleared))
         threading.Thread(
             target=self._listen, args=(self._pipe, self._process), name="dalsegno-sender-listener", daemon=True
         ).start()
@@ -171,6 +181,7 @@ class ProcessSender:
             self._running = progress.counters
             self._reports.extend(progress.reports)
             self.cleared = max(self.cleared, progress.cleared)
+            self.num_clears = self._lost_clears + progress.num_clears
         self._on_progress()
 
     def _lose(self) -> None:
@@ -181,14 +192,12 @@ class ProcessSender:
             self._done.update(self._running)
             self._done["kv_offload_workers_lost"] += 1
             self._running = {}
-            epoch, must_clear = self._epoch, self.cleared < self._epoch
         self._forget_jobs()
-        if must_clear:
-            self._send(StepMeta(epoch, clear=True))
 
     def _forget_jobs(self) -> None:
-        """Report every job that is pending as not stored."""
+        """Report every job that is pending as not stored, and every clearing as failed."""
         with self._lock:
+            self.num_clears = self._lost_clears = self._asked_clears
             self._reports.extend(JobReport(job_id) for job_id in self._pending)
             self._pending.clear()
         self._on_progress()
@@ -213,13 +222,14 @@ def serve(file: int) -> None:
 
     def tell() -> None:
         with lock:
-            reports = sender.take()
+            # `cleared` is read behind the count, so that a success is never taken for a failure.
+            reports, num_clears = sender.take(), sender.num_clears
             # The engine may be gone, and with it whoever would care.
             with suppress(OSError):
-                pipe.send(_Progress(reports, sender.cleared, dict(sender.counters)))
+                pipe.send(_Progress(reports, sender.cleared, num_clears, dict(sender.counters)))
 
     gate = PressureGate(time.monotonic, setup.pressure_pause_s)
-    sender = Sender(store, setup.keys, setup.layout, HostBytes(setup.layout, memory), gate, tell)
+    sender = Sender(store, setup.keys, setup.layout, HostBytes(setup.layout, memory), gate, tell, setup.cleared)
     try:
         while (message := pipe.recv()) is not None:
             if isinstance(message, StepMeta):

@@ -1,5 +1,6 @@
 """The store connector's worker side: one sender, one receiver, and the store they share."""
 
+import logging
 from collections.abc import Callable, Mapping
 
 from dalsegno.connector.base import BlockMemory, WorkerConnector
@@ -16,6 +17,8 @@ from dalsegno.types import LoadFailure
 
 __all__ = ["StoreWorker"]
 
+logger = logging.getLogger(__name__)
+
 
 class StoreWorker(WorkerConnector):
     """See `WorkerConnector`. Owns the store and closes it."""
@@ -28,7 +31,7 @@ class StoreWorker(WorkerConnector):
         self._settings = settings
         self.needs_shared_memory = settings.offload_worker == "process"
         self._callback: Callable[[], None] = lambda: None
-        self._reported_cleared = 0
+        self._reported_clears = 0
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """See the base class."""
@@ -67,12 +70,13 @@ class StoreWorker(WorkerConnector):
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
         """See the base class."""
-        cleared = self._sender.cleared
+        num_clears = self._sender.num_clears
         reports = self._sender.take()
-        if not reports and cleared == self._reported_cleared:
+        if not reports and num_clears == self._reported_clears:
             return None
-        self._reported_cleared = cleared
-        return WorkerMeta(reports, cleared)
+        self._reported_clears = num_clears
+        # Read behind the count, so that a success is never taken for a failure.
+        return WorkerMeta(reports, self._sender.cleared, num_clears)
 
     def stats(self) -> Mapping[str, int | float]:
         """See the base class."""
@@ -83,10 +87,13 @@ class StoreWorker(WorkerConnector):
         }
 
     def shutdown(self) -> None:
-        """See the base class."""
+        """See the base class; a store that hangs is left to its thread."""
         self._receiver.close()
         self._sender.close()
-        self._store.close()
+        if self._receiver.is_alive or self._sender.is_alive:
+            logger.warning("the store does not answer: it is not closed")
+        else:
+            self._store.close()
 
     def _progress(self) -> None:
         self._callback()
