@@ -1,6 +1,6 @@
 """Dalsegno: a serving engine and KV-cache layer for hybrid language models.
 
-`LLM` and `SamplingParams` are the whole public API of the package root; both are imported on first use, so that
+`LLM`, `AsyncLLM` and `SamplingParams` are the whole public API of the package root; they are imported on first use, so that
 `import dalsegno` (and every package below it that needs no torch) stays light.
 """
 
@@ -8,14 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dalsegno.engine.async_llm import AsyncLLM
     from dalsegno.engine.llm import LLM
     from dalsegno.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "dalsegno.engine.llm", "SamplingParams": "dalsegno.sampling_params"}
+_HOMES = {
+    "AsyncLLM": "dalsegno.engine.async_llm",
+    "LLM": "dalsegno.engine.llm",
+    "SamplingParams": "dalsegno.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

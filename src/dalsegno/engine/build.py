@@ -8,7 +8,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -60,7 +60,7 @@ class Engine:
     parser: PromptParser
     tokenizer: Tokenizer | None
     start_up_plan: str
-    sampling_defaults: dict[str, object]
+    sampling_defaults: dict[str, Any]
 
 
 def build_engine(model: str | os.PathLike[str], options: EngineOptions) -> Engine:
@@ -129,8 +129,6 @@ def _connector(
     config = options.transfer_config()
     if config is None:
         return None, None
-    if not options.enable_prefix_caching:
-        raise OptionError("a KV connector stores and finds cached prefixes: it needs enable_prefix_caching=True")
     identity = {
         "weights": weights_fingerprint(path),
         "config": config_fingerprint(path),

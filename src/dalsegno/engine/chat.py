@@ -15,13 +15,18 @@ from dalsegno.errors import RequestError
 __all__ = [
     "Conversation",
     "Message",
+    "MessageLike",
     "RenderedConversation",
     "list_conversations",
     "parse_conversation",
     "render_conversation",
 ]
 
+MessageLike = Mapping[str, Any]
+"""A message as callers write it."""
+
 Message = dict[str, Any]
+"""A checked message, as templates read it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,17 +196,26 @@ class EngineCore:
         Requests are not advanced.
         """
         deadline = self.clock.now() + timeout_s
-        while self.has_background_work:
-            plan = self.scheduler.push_plan()
-            if plan is not None:
-                self._execute(plan)
-            self._take_output()
-            left = deadline - self.clock.now()
-            if self.connection.connector.has_pending_jobs():
-                if left <= 0:
-                    return False
-                self.worker.port.wait(min(left, _LONGEST_WAIT_S))
+        while self.serve_connector(deadline - self.clock.now()):
+            if self.clock.now() >= deadline:
+                return False
         return True
+
+    def serve_connector(self, timeout_s: float) -> bool:
+        """Push what it has to say and take what it reports; wait once, up to `timeout_s`, if it owes more.
+
+        Returns:
+            Whether it still owes a report.
+        """
+        plan = self.scheduler.push_plan()
+        if plan is not None:
+            self._execute(plan)
+        self._take_output()
+        owes = self.connection.connector.has_pending_jobs()
+        if owes and timeout_s > 0:
+            self.worker.port.wait(min(timeout_s, _LONGEST_WAIT_S))
+            self._take_output()
+        return self.has_background_work
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, and what is in use at this moment."""
@@ -232,9 +241,8 @@ class EngineCore:
             AssertionError: naming the first difference.
         """
         checks = self.scheduler.checks
-        if self.scheduler.has_unfinished or checks.holds_blocks or self.connection.keeps_tables:
-            self.manager.verify()
-        elif self.has_background_work:
+        holds = self.scheduler.has_unfinished or checks.holds_blocks or self.connection.keeps_tables
+        if holds or self.has_background_work:
             self.manager.verify()
         else:
             census(self.manager)

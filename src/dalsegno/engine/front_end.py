@@ -224,6 +224,13 @@ class FrontEnd:
             finally:
                 self._busy.release()
 
+    def end(self, answers: Iterable[Answer]) -> None:
+        """End answers that somebody still waits for: the next step finishes them as aborted."""
+        for answer in answers:
+            for sample in answer.samples:
+                if not sample.finished:
+                    self._core.abort(sample.request.request_id)
+
     def close(self) -> None:
         """Drop what is unfinished and give back the memory; a second call does nothing.
 

@@ -6,26 +6,23 @@ from inspect import Parameter, Signature
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+from dalsegno.engine.batches import BatchMaker, SamplingLike
 from dalsegno.engine.build import Engine, build_engine
-from dalsegno.engine.chat import list_conversations, parse_conversation, render_conversation
+from dalsegno.engine.chat import MessageLike
 from dalsegno.engine.core import EngineCore
 from dalsegno.engine.front_end import FrontEnd
-from dalsegno.engine.inputs import Prompt, PromptLike, list_prompts
+from dalsegno.engine.inputs import Prompt, PromptLike
 from dalsegno.engine.options import EngineOptions, option_specs
 from dalsegno.engine.outputs import RequestOutput
-from dalsegno.engine.tokenizer import Tokenizer
-from dalsegno.errors import OptionError, RequestError
+from dalsegno.errors import RequestError
 from dalsegno.obs.progress import Progress
 from dalsegno.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Message", "SamplingLike"]
-
-SamplingLike = SamplingParams | Sequence[SamplingParams] | None
-Message = Mapping[str, Any]
+__all__ = ["LLM", "options_signature"]
 
 
-def _signature() -> Signature:
-    """The signature of `LLM`, with the options spelled out for `help()` and editors."""
+def options_signature() -> Signature:
+    """The signature of what is made from a model and options, spelled out for `help()` and editors."""
     parameters = [Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=str | os.PathLike[str])]
     parameters += [
         Parameter(spec.name, Parameter.KEYWORD_ONLY, default=spec.default, annotation=spec.type)
@@ -49,7 +46,7 @@ class LLM:
         CheckpointError: the model folder cannot be served as it is.
     """
 
-    __signature__: ClassVar[Signature] = _signature()
+    __signature__: ClassVar[Signature] = options_signature()
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self.options = EngineOptions.from_keywords(options)
@@ -80,12 +77,11 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters are not allowed; then none of the batch was queued.
         """
-        batch = self._prompt_batch(prompts, sampling_params)
-        return self._run(batch, use_tqdm)
+        return self._run(self._batches().prompts(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[MessageLike] | Sequence[Sequence[MessageLike]],
         sampling_params: SamplingLike = None,
         use_tqdm: bool = True,
         *,
@@ -106,7 +102,9 @@ class LLM:
         Raises:
             RequestError: as `generate`; also a conversation the template refuses, or no template at all.
         """
-        batch = self._chat_batch(messages, sampling_params, tools, add_generation_prompt, chat_template_kwargs)
+        batch = self._batches().conversations(
+            messages, sampling_params, tools, add_generation_prompt, chat_template_kwargs
+        )
         return self._run(batch, use_tqdm)
 
     def stream(
@@ -118,11 +116,11 @@ class LLM:
         result is asked for; closing the iterator aborts what is unfinished. Arguments and errors are those of
         `generate`.
         """
-        return self._stream(self._prompt_batch(prompts, sampling_params))
+        return self._stream(self._batches().prompts(prompts, sampling_params))
 
     def stream_chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[MessageLike] | Sequence[Sequence[MessageLike]],
         sampling_params: SamplingLike = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -131,7 +129,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Answer conversations as `stream` does; arguments and errors are those of `chat`."""
         return self._stream(
-            self._chat_batch(messages, sampling_params, tools, add_generation_prompt, chat_template_kwargs)
+            self._batches().conversations(messages, sampling_params, tools, add_generation_prompt, chat_template_kwargs)
         )
 
     def get_tokenizer(self) -> Any:
@@ -140,7 +138,7 @@ class LLM:
         Raises:
             RequestError: the engine was made with `skip_tokenizer_init`.
         """
-        return self._tokenizer().backend
+        return self._batches().tokenizer.backend
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what is used where no parameters are given.
@@ -148,7 +146,7 @@ class LLM:
         As in vLLM: temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the checkpoint's
         generation_config.json, and the defaults of `SamplingParams` for everything else.
         """
-        return SamplingParams(**self.default_sampling_options)
+        return self._batches().default_params()
 
     @property
     def default_sampling_options(self) -> dict[str, Any]:
@@ -165,9 +163,16 @@ class LLM:
         """How the memory is cut, how many tokens and states fit, and the shortest prompt that can hit."""
         return self._open_engine().start_up_plan
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; return False, with nothing changed, while requests are running."""
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_external: bool = False) -> bool:
+        """Forget everything cached; return False, with nothing changed, while requests are running.
+
+        Args:
+            reset_running_requests: send running requests back to the queue instead; they start over.
+            reset_external: empty this engine's part of the store too.
+        """
+        return self.core.reset_prefix_cache(
+            reset_running_requests=reset_running_requests, reset_external=reset_external
+        )
 
     def stats(self) -> dict[str, int | float]:
         """Return the engine's counters since the start, and what is in use at this moment, by name.
@@ -217,60 +222,8 @@ class LLM:
             raise RequestError(f"this LLM of {self._model} has been closed; make a new one")
         return self._engine
 
-    def _tokenizer(self) -> Tokenizer:
-        tokenizer = self._open_engine().tokenizer
-        if tokenizer is None:
-            raise RequestError("this engine has no tokenizer (skip_tokenizer_init); give token ids")
-        return tokenizer
-
-    def _prompt_batch(
-        self, prompts: PromptLike | Sequence[PromptLike], sampling_params: SamplingLike
-    ) -> list[tuple[Prompt, SamplingParams]]:
-        parser = self._open_engine().parser
-        given = list_prompts(prompts)
-        params = self._params(sampling_params, len(given))
-        names = ["prompt"] if len(given) == 1 else [f"prompts[{index}]" for index in range(len(given))]
-        return [(parser.parse(prompt, name), p) for prompt, name, p in zip(given, names, params, strict=True)]
-
-    def _chat_batch(
-        self,
-        messages: Any,
-        sampling_params: SamplingLike,
-        tools: Any,
-        add_generation_prompt: bool,
-        template_options: Mapping[str, Any] | None,
-    ) -> list[tuple[Prompt, SamplingParams]]:
-        parser, tokenizer = self._open_engine().parser, self._tokenizer()
-        given = list_conversations(messages)
-        max_marks = self.options.max_states_per_request if self.options.enable_prefix_caching else 0
-        batch = []
-        for index, params in enumerate(self._params(sampling_params, len(given))):
-            name = "messages" if len(given) == 1 else f"messages[{index}]"
-            conversation = parse_conversation(
-                given[index],
-                tools,
-                where=name,
-                add_generation_prompt=add_generation_prompt,
-                template_options=template_options,
-            )
-            rendered = render_conversation(tokenizer, conversation, max_marks)
-            batch.append((parser.parse_rendered(rendered.text, rendered.token_ids, rendered.marks, name), params))
-        return batch
-
-    def _params(self, given: SamplingLike, count: int) -> list[SamplingParams]:
-        if given is None:
-            found = [self.get_default_sampling_params()] * count
-        elif isinstance(given, SamplingParams):
-            found = [given] * count
-        elif isinstance(given, Sequence) and all(isinstance(params, SamplingParams) for params in given):
-            found = list(given)
-        else:
-            raise OptionError(f"sampling_params must be a SamplingParams or a list of them, got {given!r:.60}")
-        if len(found) != count:
-            raise RequestError(f"sampling_params must be one, or one per prompt ({count}), got {len(found)}")
-        for index, params in enumerate(found):
-            self._open_engine().front_end.check(params, f"sampling_params[{index}]" if count > 1 else "sampling_params")
-        return found
+    def _batches(self) -> BatchMaker:
+        return BatchMaker(self._open_engine(), self.options)
 
     def _run(self, batch: Sequence[tuple[Prompt, SamplingParams]], show_progress: bool) -> list[RequestOutput]:
         front_end = self._open_engine().front_end

@@ -100,7 +100,7 @@ class EngineOptions:
         check_integer("seed", self.seed, 0, _MAX_SEED)
         for name in ("kv_load_timeout_s", "kv_job_timeout_s", "kv_close_timeout_s"):
             check_seconds(name, getattr(self, name))
-        self.transfer_config()
+        self._check_connector()
         if self.tokenizer is not None and (not isinstance(self.tokenizer, str) or not self.tokenizer):
             raise OptionError(f"tokenizer must be a folder or a hub name, got {self.tokenizer!r}")
         if not isinstance(self.dtype, str) or self.dtype not in _DTYPES:
@@ -200,6 +200,16 @@ class EngineOptions:
             raise OptionError(f"verify_dump_dir must be a folder, got {folder!r}")
         if folder is not None and not share:
             raise OptionError(f"verify_dump_dir={folder!r} needs verify_prefix_cache above 0")
+
+    def _check_connector(self) -> None:
+        if self.transfer_config() is None:
+            return
+        if not self.enable_prefix_caching:
+            raise OptionError("a KV connector stores and finds cached prefixes: it needs enable_prefix_caching=True")
+        if isinstance(self.device, str) and self.device.startswith("cuda"):
+            raise OptionError(
+                f"a KV connector needs device='cpu', got {self.device!r}: other memory cannot be stored yet"
+            )
 
     @property
     def dtype_name(self) -> str:
