@@ -30,7 +30,14 @@ OTHER_VALUES: dict[str, Any] = {
     "native_kernels": False,
     "tokenizer": "folder",
     "skip_tokenizer_init": True,
+    "kv_store": "folder",
+    "kv_store_bytes": 2**30,
+    "kv_transfer_config": '{"kv_connector": "NullConnector"}',
+    "kv_load_timeout_s": 1.5,
+    "kv_job_timeout_s": 2.5,
+    "kv_close_timeout_s": 3.5,
     "verify_prefix_cache": 0.5,
+    "verify_dump_dir": "folder",
     "debug": True,
 }
 
@@ -47,7 +54,10 @@ def test_every_option_has_a_value_to_test_with() -> None:
     assert all(OTHER_VALUES[spec.name] != spec.default for spec in option_specs())
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if name != "skip_tokenizer_init"])
+NOT_ALONE = ("skip_tokenizer_init", "kv_store_bytes", "verify_dump_dir")
+
+
+@pytest.mark.parametrize("name", [name for name in OTHER_VALUES if name not in NOT_ALONE])
 @pytest.mark.parametrize("command", [["generate", "m", "-p", "fox", "--max-tokens", "1"], ["chat", "m"]])
 def test_a_flag_sets_its_option_and_no_other(name: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     engines = Engines(monkeypatch)

@@ -124,7 +124,6 @@ def test_every_off_value_of_a_foreign_option_changes_nothing() -> None:
         ("kv_cache_dtype", "fp8"),
         ("load_format", "gguf"),
         ("enable_chunked_prefill", False),
-        ("kv_transfer_config", {"kv_connector": "x"}),
         ("cpu_offload_gb", 4),
         ("revision", "main"),
     ],

@@ -76,7 +76,7 @@ def _factory(config: KVTransferConfig) -> _Factory:
         return factory
     try:
         module = importlib.import_module(path)
-    except ImportError as error:
+    except Exception as error:  # a foreign module may raise anything
         raise OptionError(f"kv_connector_module_path={path!r} cannot be imported: {error}") from error
     found = getattr(module, name, None)
     create = getattr(found, "create", found)
