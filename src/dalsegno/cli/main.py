@@ -13,6 +13,7 @@ import typer.core
 
 from dalsegno import __version__
 from dalsegno.cli.flags import with_engine_flags, with_sampling_flags
+from dalsegno.cli.store import store_commands
 from dalsegno.errors import EngineError, UserError
 from dalsegno.obs.log import log_to_stderr
 
@@ -52,6 +53,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+app.add_typer(store_commands, name="store")
 
 
 def _show_version(asked: bool) -> None:

@@ -227,7 +227,7 @@ class EmbeddedStore:
                 try:
                     self._environment = self._open_again()
                     self._environment.add_chore(self.flush)
-                except OSError as error:
+                except _FAILURES as error:
                     self._failed("open", error, 1)
             return self._environment
 

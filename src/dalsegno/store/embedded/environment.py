@@ -17,6 +17,7 @@ from pathlib import Path
 
 import lmdb
 
+from dalsegno.errors import OptionError
 from dalsegno.store.embedded.folder import MAX_READERS, NUM_TABLES, Folder, map_bytes
 from dalsegno.store.embedded.records import Totals
 from dalsegno.store.embedded.synced import boot_id, write_snapshot
@@ -262,8 +263,8 @@ def open_environment(path: Path, num_bytes: int | None, sync_interval_s: float, 
         create: False refuses a folder that is no store.
 
     Raises:
-        OptionError: the folder is something else, or not accessible.
-        OSError: the disk is full.
+        OptionError: the folder is something else, or not accessible; without `create` also if the store does not open.
+        OSError, lmdb.Error: the disk is full.
     """
     folder = Folder(path)
     folder.check(create=create)
@@ -272,11 +273,11 @@ def open_environment(path: Path, num_bytes: int | None, sync_interval_s: float, 
         key = (status.st_dev, status.st_ino)
         if key not in _shared:
             with folder.opening():
-                _shared[key] = _open(folder, num_bytes, sync_interval_s)
+                _shared[key] = _open(folder, num_bytes, sync_interval_s, create=create)
         return _shared[key].acquire()
 
 
-def _open(folder: Folder, num_bytes: int | None, sync_interval_s: float) -> Environment:
+def _open(folder: Folder, num_bytes: int | None, sync_interval_s: float, *, create: bool) -> Environment:
     users, alone = folder.join()
     try:
         environment = None
@@ -285,6 +286,8 @@ def _open(folder: Folder, num_bytes: int | None, sync_interval_s: float) -> Envi
             with contextlib.suppress(lmdb.Error):
                 environment = _open_existing(folder, users, num_bytes if alone else None, sync_interval_s)
         if environment is None:
+            if not create:
+                raise OptionError(f"the store in {folder.path} is damaged; an engine that uses it will start a new one")
             moved = folder.has_files()
             if moved:
                 logger.warning("the store in %s does not open: moved to %s", folder.path, folder.path / "aside")

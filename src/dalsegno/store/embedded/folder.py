@@ -36,7 +36,7 @@ _LOCK_FILE_BYTES = 2**16
 _MIN_HEADROOM_BYTES = 2**23
 _MIN_BUDGET_BYTES = 2**20
 _FILES = ("format.json", "objects.lmdb", "objects.lmdb-lock", "synced", "damaged")
-_OTHERS = ("opening", "users", "aside", "objects.new", "objects.new-lock", "format.new")
+_OTHERS = ("opening", "users", "aside", "objects.new", "format.new")
 
 
 class Folder:
@@ -126,14 +126,13 @@ class Folder:
         Raises:
             OSError: the disk is full.
         """
-        for name in (*_FILES, "objects.new", "objects.new-lock"):
+        for name in (*_FILES, "objects.new"):
             (self.path / name).unlink(missing_ok=True)
         fresh = self.path / "objects.new"
-        # An empty environment first, small and written by calls: a write through the map has no way to say "full".
-        lmdb.open(str(fresh), subdir=False, map_size=2**16, max_dbs=NUM_TABLES, mode=0o600).close()
+        # An empty environment first, written by calls and without a lock file: a write through a map cannot say "full".
+        lmdb.open(str(fresh), subdir=False, map_size=2**16, mode=0o600, lock=False).close()
         create_slots(self.synced)
         budget = self._reserve_most(fresh, budget)
-        (self.path / "objects.new-lock").unlink(missing_ok=True)
         fresh.rename(self.objects)
         self._write_format()
         return budget
