@@ -12,6 +12,7 @@ from dalsegno.sched.connection import ConnectorSetup
 from dalsegno.store.base import Store
 from dalsegno.testing.builders import make_layout, make_request
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker, expected_tokens
+from tests.connector.unruly import UnrulyWorker
 
 __all__ = ["VOCABULARY", "StoreEngine"]
 
@@ -59,7 +60,8 @@ class StoreEngine:
             KVTransferConfig("StoreConnector", role, settings),
             ConnectorContext(self.layout, config, identity, self.clock),
         )
-        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connector=worker)
+        self.reports = UnrulyWorker(worker)
+        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connector=self.reports)
         self.core = EngineCore(
             self.worker,
             self.clock,
