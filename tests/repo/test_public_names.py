@@ -52,7 +52,7 @@ def test_every_public_name_is_exported_and_every_exported_name_exists() -> None:
 
 
 def test_the_root_exports_the_api_and_nothing_else() -> None:
-    assert set(dalsegno.__all__) == {"LLM", "SamplingParams", "__version__"}
+    assert set(dalsegno.__all__) == {"AsyncLLM", "LLM", "SamplingParams", "__version__"}
     assert [name for name in dalsegno.__all__ if name not in dir(dalsegno)] == []
     for name in ("LLM", "SamplingParams"):
         value = getattr(dalsegno, name)

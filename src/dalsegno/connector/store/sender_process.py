@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import dalsegno
 from dalsegno.connector.host_bytes import HostBytes
 from dalsegno.connector.store.keys import KeyMaker
 from dalsegno.connector.store.messages import JobReport, StepMeta, StoredObject
@@ -205,7 +204,7 @@ class ProcessSender:
 
 def _environment() -> dict[str, str]:
     """The environment in which the process finds this very package."""
-    root = str(Path(dalsegno.__file__).parents[1])
+    root = str(Path(__file__).parents[3])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
