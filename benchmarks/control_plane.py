@@ -71,9 +71,9 @@ class ControlPlane:
 
     def fill(self, num_units: int) -> None:
         """Make the cache hold `num_units` units, or a little more; starts anew when there are many more."""
-        if len(self.manager.index.nodes) > num_units * 5 // 4:
+        if self.manager.index.num_units > num_units * 5 // 4:
             assert self.manager.reset_prefix_cache(), "the cache is in use between two measurements"
-        while len(self.manager.index.nodes) < num_units:
+        while self.manager.index.num_units < num_units:
             self._serve(self._request(self._fresh(CHUNK)))
 
     def measure(self, num_units: int, num_tokens: int, repeats: int) -> Figures:

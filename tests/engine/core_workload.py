@@ -327,4 +327,4 @@ class Run:
         assert scheduler._suspects == {}
         assert self.core.reset_prefix_cache()
         assert self.core.stats()["num_empty_slabs"] == self.core.layout.num_slabs - 1
-        assert not self.core.manager.index.nodes
+        assert not list(self.core.manager.index.tree)

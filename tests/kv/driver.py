@@ -146,14 +146,19 @@ def snapshot(manager: KVCacheManager) -> dict[str, Any]:
     """Everything a manager knows, in a form that compares."""
     pool, index = manager.pool, manager.index
     return {
-        "references": copy.deepcopy(pool.references),
+        "references": [pool.referenced(group) for group in range(len(manager.layout.groups))],
         "open": list(pool.open),
         "reclaimable": pool.reclaimable,
         "bound": list(pool.bound),
         "free": [sorted(blocks) for blocks in pool._free],
         "empty": sorted(pool._empty),
         "evicted": pool.num_evicted,
-        "index": {block_hash: list(node.blocks) for block_hash, node in index.nodes.items()},
+        "index": {
+            (group.group_id, block): index.vouched(group.group_id, block)
+            for group in manager.layout.groups
+            for block in index.published(group.group_id)
+        },
+        "units": index.num_units,
         "ranks": {
             (group.group_id, block): pool._policy.rank(group.group_id, block)
             for group in manager.layout.groups

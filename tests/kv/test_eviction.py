@@ -50,8 +50,9 @@ def test_a_state_whose_attention_is_gone_goes_before_older_chains() -> None:
     case = driver(num_slabs=40)
     old = case.serve("old", range(100, 150)).token_ids.tolist()
     new = case.serve("new", range(50)).token_ids.tolist()
-    attention = case.manager.index.find(0, case.new("probe", new).block_hashes[0])
-    state = case.manager.index.find(1, case.new("probe", new).block_hashes[2])
+    probe = case.new("probe", new)
+    attention = case.manager.index.find(0, probe.root_hash, probe.block_hashes, UNIT)
+    state = case.manager.index.find_state(probe.block_hashes[2])
     case.manager.pool.unpublish(0, attention)
     hold_all_spare(case)
     while case.hit(old) == 48:

@@ -105,7 +105,7 @@ def test_a_hand_off_names_the_blocks_the_index_vouches_for_and_pins_each() -> No
     case = driver(sink=Sink())
     request = prefill(case, 63)
     for group, block, boundary in taken(case):
-        assert block == case.manager.index.find(group, request.block_hashes[boundary // UNIT - 1])
+        assert block == case.manager.index.find(group, request.root_hash, request.block_hashes, boundary)
         assert case.manager.pins.counts[group, block] == 1
     case.check()
 
@@ -202,7 +202,7 @@ def test_a_boundary_some_group_cannot_restore_is_not_handed_off() -> None:
     case = driver(sink=Sink())
     request = prefill(case, 70)
     taken(case)
-    state = case.manager.index.find(1, request.block_hashes[3])
+    state = case.manager.index.find_state(request.block_hashes[3])
     case.manager.pool.unpublish(1, state)
     assert case.manager.hand_offs.make(request, 64, 0) is None
 

@@ -18,11 +18,16 @@ def chain(num_units: int, *, last: int = 0) -> list[BlockHash]:
 
 
 def index_of(kinds: str, block_size: int = 4 * UNIT) -> PrefixIndex:
-    return PrefixIndex(make_cut(kinds, [1] * len(kinds), block_size=block_size).groups, UNIT)
+    return PrefixIndex(make_cut(kinds, [1] * len(kinds), num_slabs=100, block_size=block_size), UNIT)
 
 
 def publish(index: PrefixIndex, group: int, hashes: list[BlockHash], units: int, block: int) -> int:
     return index.publish(group, ROOT, hashes, units * UNIT, block)
+
+
+def find(index: PrefixIndex, group: int, hashes: list[BlockHash]) -> list[int]:
+    """The vouching block of every boundary of a chain."""
+    return [index.find(group, ROOT, hashes, units * UNIT) for units in range(1, len(hashes) + 1)]
 
 
 def test_the_first_block_published_under_a_hash_stays() -> None:
@@ -43,15 +48,13 @@ def test_blocks_that_took_turns_in_one_place_can_be_dropped_in_any_order() -> No
         publish(index, 0, hashes, 2, 8)
         publish(index, 0, hashes, 3, 7)
         index.unpublish(0, first)
-        survivor = index.find(0, hashes[2])
+        survivor = index.find(0, ROOT, hashes, 3 * UNIT)
         # What the longest block of the place vouches for, it vouches for from the start of the block.
-        assert [index.find(0, block_hash) for block_hash in hashes[: 3 if first == 8 else 2]] == [second] * (
-            3 if first == 8 else 2
-        )
+        assert find(index, 0, hashes[: 3 if first == 8 else 2]) == [second] * (3 if first == 8 else 2)
         assert survivor == (NULL_BLOCK if first == 7 else 7)
         index.unpublish(0, second)
         assert len(index) == 0
-        assert not index.nodes
+        assert not list(index.tree)
 
 
 def test_a_tail_published_after_its_source_was_evicted_vouches_from_the_start_of_its_block() -> None:
@@ -64,7 +67,7 @@ def test_a_tail_published_after_its_source_was_evicted_vouches_from_the_start_of
     publish(index, 1, hashes, 1, 3)
     assert index.is_dead(1, 3)
     publish(index, 0, hashes, 3, 8)
-    assert [index.find(0, block_hash) for block_hash in hashes] == [8, 8, 8, NULL_BLOCK]
+    assert find(index, 0, hashes) == [8, 8, 8, NULL_BLOCK]
     assert not index.is_dead(1, 3)
     assert not index.is_dead(0, 8)
 
@@ -73,14 +76,14 @@ def test_a_block_vouches_for_nothing_before_it_in_another_block() -> None:
     index = index_of("a", block_size=2 * UNIT)
     hashes = chain(4)
     publish(index, 0, hashes, 4, 9)
-    assert [index.find(0, block_hash) for block_hash in hashes] == [NULL_BLOCK, NULL_BLOCK, 9, 9]
+    assert find(index, 0, hashes) == [NULL_BLOCK, NULL_BLOCK, 9, 9]
 
 
 def test_a_state_vouches_for_its_boundary_alone() -> None:
     index = index_of("s")
     hashes = chain(4)
     publish(index, 0, hashes, 3, 9)
-    assert [index.find(0, block_hash) for block_hash in hashes] == [NULL_BLOCK, NULL_BLOCK, 9, NULL_BLOCK]
+    assert find(index, 0, hashes) == [NULL_BLOCK, NULL_BLOCK, 9, NULL_BLOCK]
 
 
 def test_attention_behind_the_last_state_of_its_chain_is_dead() -> None:
@@ -128,5 +131,5 @@ def test_a_forgotten_index_is_an_empty_one() -> None:
     publish(index, 1, hashes, 3, 1)
     index.clear()
     assert len(index) == 0
-    assert not index.nodes
+    assert not list(index.tree)
     assert publish(index, 0, hashes, 3, 2) == 2

@@ -163,7 +163,7 @@ def test_a_frozen_block_is_read_and_the_next_one_written() -> None:
     case.manager.grant_write(request)
     step = case.manager.state_step(request)
     assert step is not None
-    assert step.read_block == case.manager.index.find(1, request.block_hashes[1])
+    assert step.read_block == case.manager.index.find_state(request.block_hashes[1])
     assert step.write_block != step.read_block
 
 
@@ -173,7 +173,7 @@ def test_a_freeze_is_taken_back_when_its_successor_cannot_be_had() -> None:
     request = case.new("r", range(32))
     assert case.admit(request)
     case.step({request: 32})
-    frozen = case.manager.index.find(1, request.block_hashes[1])
+    frozen = case.manager.index.find_state(request.block_hashes[1])
     kept = request.num_states_kept
     assert case.manager.allocate_slots(request, 1) is not None
     case.step({request: 1})
@@ -273,11 +273,12 @@ def test_a_window_hit_needs_only_what_the_window_covers() -> None:
     case = Driver(make_cut("w", [1], num_slabs=60, window=20))
     tokens = case.serve("r", range(100)).token_ids.tolist()
     probe = case.new("probe", tokens)
-    for block_hash in probe.block_hashes[:4]:
-        case.manager.pool.unpublish(0, case.manager.index.find(0, block_hash))
+    blocks = [case.manager.index.find(0, probe.root_hash, probe.block_hashes, i * UNIT) for i in range(1, 6)]
+    for block in blocks[:4]:
+        case.manager.pool.unpublish(0, block)
     assert case.hit(tokens) == 96
     case.serve("again", tokens, 30)
-    case.manager.pool.unpublish(0, case.manager.index.find(0, probe.block_hashes[4]))
+    case.manager.pool.unpublish(0, blocks[4])
     assert case.hit(tokens[:90]) == 0
 
 

@@ -228,7 +228,7 @@ class ManagerMachine(RuleBasedStateMachine):
         entries = [entry for hand_off in hand_offs for entry in hand_off.entries]
         for group, block, boundary in entries:
             assert block != NULL_BLOCK
-            assert block == self.manager.index.find(group, request.block_hashes[boundary // UNIT - 1])
+            assert block == self.manager.index.find(group, request.root_hash, request.block_hashes, boundary)
             assert self.manager.pool.num_references(group, block) > 0
         self.taken += ((entry, request.block_hashes[entry[2] // UNIT - 1]) for entry in entries)
 

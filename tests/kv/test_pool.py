@@ -20,7 +20,7 @@ class Pool:
     def __init__(self, kinds: str, blocks_per_slab: Sequence[int], num_slabs: int, slab_reserve: int = 0) -> None:
         self.k = blocks_per_slab
         layout = make_cut(kinds, blocks_per_slab, num_slabs=num_slabs)
-        self.index = PrefixIndex(layout.groups, UNIT)
+        self.index = PrefixIndex(layout, UNIT)
         self.pool = SlabPool(layout, self.index, LeastRecentlyUsed(self.index), slab_reserve)
         self.num_published = 0
 
@@ -67,6 +67,13 @@ def test_slabs_are_shared_once_no_more_than_the_reserve_is_spare(reserve: int) -
     case = Pool("a", [4], num_slabs=5, slab_reserve=reserve)
     slabs = [case.slab(0, case.take()[0]) for _ in range(4)]
     assert len(set(slabs)) == 4 - reserve
+
+
+def test_own_slabs_are_taken_only_as_long_as_more_than_the_reserve_is_spare() -> None:
+    """Three open blocks of others would do; the first slab of its own is spare, the next one would not be."""
+    case = Pool("a", [3], num_slabs=5, slab_reserve=1)
+    shared = {case.slab(0, case.take()[0]) for _ in range(2)}
+    assert {case.slab(0, block) in shared for block in case.take(count=4)} == {False, True}
 
 
 def test_a_packing_pool_takes_no_slab_that_open_blocks_could_spare() -> None:
@@ -136,12 +143,13 @@ def test_memory_returns_to_no_group_when_nothing_is_left_in_a_slab() -> None:
 
 def test_what_was_evicted_is_told_with_what_it_vouched_for() -> None:
     case = Pool("a", [1], num_slabs=2)
-    told: list[tuple[int, int, list[int]]] = []
-    case.pool.on_evict = lambda group, block, nodes: told.append((group, block, [node.boundary for node in nodes]))
+    told: list[tuple[int, int, Sequence[BlockHash]]] = []
+    case.pool.on_evict = lambda group, block, hashes: told.append((group, block, hashes))
     [block] = case.take()
     case.cache(0, block)
+    hashes = [block_hash for _, block_hash in case.index.vouched(0, block)]
     case.take()
-    assert told == [(0, block, [UNIT])]
+    assert told == [(0, block, hashes)]
     assert case.pool.num_evicted == 1
 
 
@@ -164,7 +172,7 @@ def test_ranks_are_remembered_in_bounded_memory() -> None:
         for block in cached:
             case.pool.pin(0, block)
             case.pool.unpin(0, block)
-    assert len(case.pool._block_heap[0]) < 400
+    assert len(case.pool._block_queues[0]) < 400
     for [block] in held:
         case.pool.unpin(0, block)
     for _ in range(50):
@@ -172,4 +180,4 @@ def test_ranks_are_remembered_in_bounded_memory() -> None:
             case.pool.pin(0, block)
             case.pool.unpin(0, block)
         case.cache(0, case.take()[0])
-    assert len(case.pool._slab_heap) < 400
+    assert len(case.pool._slab_queue) < 400

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dalsegno.hashing.block_hash import root_hash
 from dalsegno.kv.eviction import LeastRecentlyUsed
-from dalsegno.kv.index import Node, PrefixIndex
+from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.pool import SlabPool
 from dalsegno.testing.builders import make_cut
 from dalsegno.testing.oracles import can_place
@@ -30,7 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, kinds: str, blocks_per_slab: list[int], num_slabs: int, slab_reserve: int | None) -> None:
         self.k = blocks_per_slab[: len(kinds)]
         layout = make_cut(kinds, self.k, num_slabs=num_slabs)
-        self.index = PrefixIndex(layout.groups, UNIT)
+        self.index = PrefixIndex(layout, UNIT)
         self.pool = SlabPool(layout, self.index, LeastRecentlyUsed(self.index), slab_reserve)
         self.pool.on_fill = self.note_fill
         self.pool.on_evict = self.note_evicted
@@ -43,7 +43,7 @@ class PoolMachine(RuleBasedStateMachine):
     def note_fill(self, group: int, blocks: Sequence[int]) -> None:
         self.filled += [(group, block) for block in blocks]
 
-    def note_evicted(self, group: int, block: int, nodes: Sequence[Node]) -> None:
+    def note_evicted(self, group: int, block: int, hashes: Sequence[BlockHash]) -> None:
         self.evicted.append((group, block))
 
     def slabs(self) -> dict[int, tuple[int, int]]:
@@ -129,7 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_are_those_of_the_model(self) -> None:
-        found = {(g, b): count for g, counts in enumerate(self.pool.references) for b, count in counts.items()}
+        found = {(g, b): count for g in range(len(self.k)) for b, count in self.pool.referenced(g).items()}
         assert found == self.references
         published = {(g, b) for g in range(len(self.k)) for b in self.index.published(g)}
         assert published == self.cached

@@ -6,9 +6,10 @@ import pytest
 
 from dalsegno.config import CacheConfig
 from dalsegno.kv.manager import KVCacheManager
+from dalsegno.kv.runs import Run
 from dalsegno.kv.verify import census
 from dalsegno.testing.builders import make_layout
-from dalsegno.types import BlockCopy
+from dalsegno.types import BlockCopy, BlockHash
 from tests.kv.driver import Driver
 
 Fault = Callable[[KVCacheManager], object]
@@ -24,13 +25,25 @@ FAULTS: dict[str, Fault] = {
     "a miscounted open block": lambda m: m.pool.open.__setitem__(0, m.pool.open[0] - 1),
     "a slab bound to nobody": lambda m: m.pool.bound.__setitem__(m.pool.bound.index(0), -1),
     "a slab bound to another group": lambda m: m.pool.bound.__setitem__(m.pool.bound.index(1), 0),
-    "a node under another hash": lambda m: m.index.nodes.update({m.index.groups: m.index.nodes.popitem()[1]}),  # type: ignore[dict-item]
-    "a child unknown to its parent": lambda m: next(n for n in m.index.nodes.values() if n.children).children.clear(),
-    "a boundary out of step": lambda m: setattr(next(n for n in m.index.nodes.values() if n.parent), "boundary", 7),
-    "a lost live child": lambda m: setattr(next(n for n in m.index.nodes.values() if n.children), "live_children", 9),
-    "a wrong reachable flag": lambda m: setattr(list(m.index.nodes.values())[1], "reachable", False),
-    "a block that vouches unknowingly": lambda m: list(m.index.nodes.values())[1].blocks.__setitem__(0, 99),
+    "a run under another hash": lambda m: m.index.tree.ends.update({BlockHash(b""): m.index.tree.ends.popitem()[1]}),
+    "a child unknown to its parent": lambda m: next(run for run in m.index.tree if run.children).children.clear(),
+    "a child of another parent": lambda m: setattr(run_of(m), "parent", Run(BlockHash(b""), None, 0, 2)),
+    "a run out of step": lambda m: setattr(run_of(m), "start", 7),
+    "a unit nobody counts": lambda m: setattr(m.index.tree, "num_units", m.index.num_units - 1),
+    "a lost live child": lambda m: setattr(next(run for run in m.index.tree if run.children), "live_children", 9),
+    "a wrong reach": lambda m: setattr(run_of(m), "reach", 1),
+    "a block that vouches unknowingly": lambda m: run_of(m).blocks[0].__setitem__(0, 99),
+    "a block that vouches for less than it says": lambda m: m.index.tree.deepest[0].__setitem__(
+        run_of(m).blocks[0][-1], 1
+    ),
+    "a hole inside a block": lambda m: run_of(m).blocks[0].__setitem__(0, 0),
+    "a unit without a block": lambda m: run_of(m).blocks[0].pop(),
 }
+
+
+def run_of(manager: KVCacheManager) -> Run:
+    """A run with units."""
+    return next(run for run in manager.index.tree if run.size > 1)
 
 
 def busy() -> Driver:

@@ -63,8 +63,8 @@ def test_a_tails_boundary_stays_valid_while_its_block_fills() -> None:
     for _ in steps(toy.core):
         assert toy.hit(prompt) == 32
         assert toy.hit([*prompt[:33], 1, 2, 3]) == 32
-        tail = toy.core.manager.index.find(0, request.block_hashes[1])
-        assert [node.boundary for node in toy.core.manager.index.vouched(0, tail)] == [
+        tail = toy.core.manager.index.find(0, request.root_hash, request.block_hashes, 2 * H)
+        assert [boundary for boundary, _ in toy.core.manager.index.vouched(0, tail)] == [
             p for p in range(H, B + 1, H) if p <= request.num_computed_tokens
         ]
     toy.check(request)
@@ -110,7 +110,7 @@ def test_a_published_block_is_copied_and_not_taken_over(held_by: str) -> None:
         toy.core.add_request(hit)
     plan = toy.core.scheduler.schedule()
     assert plan is not None
-    source = toy.core.manager.index.find(0, first.block_hashes[1])
+    source = toy.core.manager.index.find(0, first.root_hash, first.block_hashes, 2 * H)
     assert [(copy.source, copy.num_tokens) for copy in plan.copies] == [(source, 32)] * len(hits)
     assert source not in {copy.target for copy in plan.copies}
     toy.core.scheduler.commit(plan, toy.worker.execute(plan), 0.0)

@@ -41,7 +41,7 @@ def test_eviction_around_blocks_that_one_group_alone_holds_keeps_every_count(hel
     probe = toy.request(prompt)
     manager.start_request(probe)
     group = 0 if held == "attention" else 1
-    block = manager.index.find(group, probe.block_hashes[11])
+    block = manager.index.find(group, probe.root_hash, probe.block_hashes, 12 * 16)
     manager.pins.pin(group, block)
     for seed in range(6):
         run_unchecked(toy, toy.request(random_prompt(250, seed), 20))

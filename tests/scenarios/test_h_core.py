@@ -100,7 +100,8 @@ def test_the_states_that_are_kept_do_not_depend_on_how_the_prompt_was_chunked(bu
     toy = Toy(budget=budget)
     prompt = random_prompt(300)
     request = toy.send(prompt, checkpoint_at=(40, 111, 222))
-    kept = {node.boundary for node in toy.core.manager.index.nodes.values() if node.blocks[1]}
+    index = toy.core.manager.index
+    kept = {boundary for block in index.published(1) for boundary, _ in index.vouched(1, block)}
     assert kept == {32, 96, 208, 288}
     assert request.num_states_kept == 4
 

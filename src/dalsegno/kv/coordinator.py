@@ -59,18 +59,21 @@ class Coordinator:
             The new request's blocks, or None: no room, and nothing has changed.
         """
         self.pool.packs = packed
-        self._pin_hit(computed)
+        hit = [*enumerate(computed.tables)]
+        if self.state is not None:
+            hit.append((self.state.group_id, (computed.state_block,)))
+        for group_id, table in hit:
+            self.pool.pin_all(group_id, table)
         needs, room = self._admission_needs(computed, new_tokens, room_for_tokens)
         taken = self.pool.allocate(needs, _last_blocks(computed.tables)) if self.pool.fits(room) else None
-        blocks = None
-        if taken is not None:
-            blocks = self._new_blocks(computed.tables, computed.boundary, taken)
-            blocks.packed = packed
-            if self.state is not None:
-                blocks.state = StateBlocks(current=computed.state_block, write=taken[self.state.group_id][0])
-                self.pool.pin(self.state.group_id, computed.state_block)
-        # The request has references of its own by now.
-        self._unpin_hit(computed)
+        if taken is None:
+            for group_id, table in hit:
+                self.pool.unpin_all(group_id, table, used=False)
+            return None
+        blocks = self._new_blocks(computed.tables, computed.boundary, taken)
+        blocks.packed = packed
+        if self.state is not None:
+            blocks.state = StateBlocks(current=computed.state_block, write=taken[self.state.group_id][0])
         return blocks
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> bool:
@@ -103,6 +106,9 @@ class Coordinator:
         taken = self.pool.allocate(needs, _last_blocks(source.tables))
         if taken is None:
             return None
+        for group in self.paged:
+            table = source.tables[group.spec.group_id]
+            self.pool.pin_all(group.spec.group_id, table[: group.num_blocks(num_computed)])
         blocks = self._new_blocks(source.tables, num_computed, taken)
         blocks.published = source.published
         blocks.window_released = list(source.window_released)
@@ -128,11 +134,9 @@ class Coordinator:
         for copy in blocks.copies:
             self.pool.unpin(copy.group_id, copy.source)
         for group_id, table in enumerate(blocks.tables):
-            for block in reversed(table):
-                self.pool.unpin(group_id, block)
+            self.pool.unpin_all(group_id, reversed(table))
         if self.state is not None and blocks.state is not None:
-            for block in blocks.state.held():
-                self.pool.unpin(self.state.group_id, block)
+            self.pool.unpin_all(self.state.group_id, blocks.state.held())
 
     def _none(self) -> list[int]:
         return [0] * len(self.layout.groups)
@@ -156,7 +160,7 @@ class Coordinator:
     def _new_blocks(
         self, tables: Sequence[Sequence[int]], num_computed: int, taken: Sequence[Sequence[int]]
     ) -> RequestBlocks:
-        """Tables that share what `num_computed` tokens fill and go on in `taken` blocks; takes the references."""
+        """Tables that share the blocks of `num_computed` tokens and go on in `taken` blocks; all are pinned already."""
         blocks = RequestBlocks(tables=[[] for _ in tables], state=None, planned=[], published=num_computed)
         blocks.window_released = self._none()
         for group in self.paged:
@@ -176,20 +180,9 @@ class Coordinator:
         own: Sequence[int],
     ) -> None:
         """Fill a new table: `full` shared blocks, then own ones, the first of them a copy of a partial block if any."""
-        for block in table[:full]:
-            self.pool.pin(group_id, block)
         blocks.tables[group_id] = [*table[:full], *own]
         if partial_tokens:
-            self.pool.pin(group_id, table[full])
             blocks.copies.append(BlockCopy(group_id, table[full], own[0], partial_tokens))
-
-    def _pin_hit(self, computed: ComputedBlocks) -> None:
-        for group_id, block in computed.blocks():
-            self.pool.pin(group_id, block)
-
-    def _unpin_hit(self, computed: ComputedBlocks) -> None:
-        for group_id, block in computed.blocks():
-            self.pool.unpin(group_id, block, used=False)
 
 
 def _last_blocks(tables: Sequence[Sequence[int]]) -> list[int]:

@@ -83,15 +83,20 @@ class HandOffs:
         """
         assert self.sink is not None, "a hand-off without a connector"
         entries: list[HandOffEntry] = []
+        match = self._index.match(request.root_hash, request.block_hashes, boundary)
         for group in sorted(self._index.groups, key=lambda group: group.is_state):
             if group.prefix == "none":
                 continue
             first = self.sink.first_needed(request, group.group_id, boundary, listed)
-            for end in block_ends(group, first, boundary):
-                block = self._index.find(group.group_id, request.block_hashes[end // self._index.unit - 1])
-                if block == NULL_BLOCK:
-                    return None
-                entries.append((group.group_id, block, end))
+            ends = block_ends(group, first, boundary)
+            if group.is_state:
+                blocks = [self._index.vouching(match, group.group_id, end) for end in ends]
+            else:
+                first_block = (boundary - 1) // group.block_size + 1 - len(ends)
+                blocks = self._index.table(match, group.group_id, first_block, boundary)
+            if len(blocks) < len(ends) or NULL_BLOCK in blocks:
+                return None
+            entries += ((group.group_id, block, end) for block, end in zip(blocks, ends, strict=True))
         for group_id, block, _ in entries:
             self._pins.pin(group_id, block)
         return HandOff(boundary, tuple(entries))

@@ -154,8 +154,9 @@ class Loads:
             return [], []
         there: list[tuple[int, int]] = []
         absent: list[int] = []
+        match = self._index.match(request.root_hash, request.block_hashes, boundary)
         for end in block_ends(group, 0, boundary):
-            block = self._index.find(group.group_id, request.block_hashes[end // self._index.unit - 1])
+            block = self._index.vouching(match, group.group_id, end)
             if block == NULL_BLOCK:
                 absent.append(0 if group.is_state else (end - 1) // group.block_size)
             else:

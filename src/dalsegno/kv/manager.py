@@ -60,12 +60,12 @@ class KVCacheManager:
         self.layout = layout
         self.config = config
         self.unit = config.hash_block_size
-        self.index = PrefixIndex(layout.groups, self.unit)
+        self.index = PrefixIndex(layout, self.unit)
         self.pool = SlabPool(layout, self.index, policy(self.index), slab_reserve)
         self.pins = BlockPins(self.pool)
         self.loads = Loads(self.index, self.pool, self.pins)
-        self.evicted = EvictedRing()
-        self.pool.on_evict = lambda group, block, nodes: self.evicted.add(group, nodes)
+        self.evicted = EvictedRing(len(layout.groups))
+        self.pool.on_evict = lambda group, block, hashes: self.evicted.add(group, hashes)
         self.paged = [PagedGroup(group, self.pool, self.index) for group in layout.paged_groups]
         state = layout.state_group
         self.state = StateGroup(state.group_id, self.pool, self.index, config) if state is not None else None
@@ -296,11 +296,11 @@ class KVCacheManager:
         self.publisher.extend_hashes(request)
         forgotten = []
         for group in self.layout.groups:
-            for number, block_hash in enumerate(request.block_hashes, 1):
+            for boundary in range(self.unit, len(request.block_hashes) * self.unit + 1, self.unit):
                 # A duplicate inherits what the block unpublished first vouched for.
-                while block := self.index.find(group.group_id, block_hash):
+                while block := self.index.find(group.group_id, request.root_hash, request.block_hashes, boundary):
                     self.pool.unpublish(group.group_id, block)
-                    forgotten.append((group.name, number * self.unit, block))
+                    forgotten.append((group.name, boundary, block))
         return forgotten
 
     def usage(self) -> float:

@@ -50,19 +50,15 @@ class PagedGroup:
         A block that turns out full under a hash another block has already is dropped: the table adopts the published
         one, unless `adopt` is off. Modifies the table.
         """
-        if self.spec.prefix == "none":
+        if self.spec.prefix == "none" or start == end:
             return
-        size, group, unit = self.spec.block_size, self.spec.group_id, self._index.unit
-        for boundary in range(start + unit, end + 1, unit):
-            position = (boundary - 1) // size
-            block = table[position]
-            if block == NULL_BLOCK:
-                continue
-            published = self._index.publish(group, root, hashes, boundary, block)
-            if adopt and published != block and boundary % size == 0:
+        group = self.spec.group_id
+        others = self._index.publish_range(group, root, hashes, start, end, table)
+        if adopt:
+            for position, published in others:
                 self._pool.pin(group, published)
+                self._pool.unpin(group, table[position])
                 table[position] = published
-                self._pool.unpin(group, block)
 
     def leave_window(self, table: list[int], released: int, num_tokens: int) -> int:
         """Give back the blocks no token after the first `num_tokens` can see; returns the first block still held.
@@ -72,7 +68,8 @@ class PagedGroup:
         if self.spec.window is None:
             return released
         first = window_first_block(num_tokens, self.spec.window, self.spec.block_size)
-        for position in range(released, min(first, len(table))):
-            self._pool.unpin(self.spec.group_id, table[position])
-            table[position] = NULL_BLOCK
+        end = min(first, len(table))
+        if released < end:
+            self._pool.unpin_all(self.spec.group_id, table[released:end])
+            table[released:end] = [NULL_BLOCK] * (end - released)
         return max(released, first)

@@ -9,13 +9,15 @@ the fits test exact, before anything is evicted:
     needs fit  <=>  sum over g of ceil(max(0, need[g] - open[g]) / k[g]) <= reclaimable
 """
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dalsegno.kv.eviction import EvictionPolicy
-from dalsegno.kv.index import Node, PrefixIndex
+from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import MemoryLayout
-from dalsegno.types import NULL_BLOCK
+from dalsegno.kv.rank_queue import RankQueue
+from dalsegno.types import BlockHash
 
 __all__ = ["SlabPool"]
 
@@ -26,8 +28,13 @@ class SlabPool:
     """All blocks of the device. Owns references and slab bindings; knows nothing of requests.
 
     Used on the engine thread only. `on_fill(group, blocks)`, if set, is called for blocks that hold nothing worth
-    keeping: when they are handed out and when they become free. While `packs` is set, no slab is taken that open blocks
-    could spare.
+    keeping: when they are handed out and when they become free. `on_evict(group, block, hashes)`, if set, is told of
+    every eviction and what nobody vouches for since. While `packs` is set, no slab is taken that open blocks could
+    spare.
+
+    Attributes:
+        references: per group, the number of references on each block.
+        bound: the group each slab is bound to.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class SlabPool:
         self._k = [group.blocks_per_slab for group in layout.groups]
         self._serve_order = sorted(range(len(self._k)), key=self._k.__getitem__)
         self.slab_reserve = min(8, layout.num_slabs // 8) if slab_reserve is None else slab_reserve
-        self.references: list[dict[int, int]] = [{} for _ in self._k]
+        self.references = [array("i", bytes(4 * k * layout.num_slabs)) for k in self._k]
         self.open = [0] * len(self._k)
         self.reclaimable = layout.num_slabs - 1
         self.packs = False
@@ -58,51 +65,76 @@ class SlabPool:
         self._free: list[list[int]] = [[] for _ in range(layout.num_slabs)]
         self._empty = list(range(layout.num_slabs - 1, 0, -1))
         self._held_with_free: list[dict[int, None]] = [{} for _ in self._k]
-        # Heaps are lazy: an entry counts only if it still says the truth when it is popped.
-        self._slab_heap: list[tuple[int, int]] = []
+        # Slabs and single blocks that compete for staying, and those whose rank must be noted before one is evicted.
+        self._slab_queue = RankQueue()
+        self._block_queues = [RankQueue() for _ in self._k]
         self._stale_slabs: set[int] = set()
-        self._block_heap: list[list[tuple[int, int]]] = [[] for _ in self._k]
+        self._stale_blocks: list[set[int]] = [set() for _ in self._k]
         self.on_fill: Callable[[int, Sequence[int]], None] | None = None
-        self.on_evict: Callable[[int, int, Sequence[Node]], None] | None = None
-        index.on_rank_change = self._rank_changed
+        self.on_evict: Callable[[int, int, Sequence[BlockHash]], None] | None = None
+        index.on_death = self._note_deaths
 
     def pin(self, group: int, block: int) -> None:
         """Take one reference on a published or referenced block; the null block has none."""
-        if block == NULL_BLOCK:
-            return
+        self.pin_all(group, (block,))
+
+    def pin_all(self, group: int, blocks: Iterable[int]) -> None:
+        """Take one reference on each of `blocks`, as `pin`."""
         references = self.references[group]
-        count = references.get(block, 0)
-        references[block] = count + 1
-        if count == 0:
-            self._hold(group, block)
+        fresh = []
+        for block in blocks:
+            if block:
+                if not references[block]:
+                    fresh.append(block)
+                references[block] += 1
+        for slab, count in self._by_slab(group, fresh).items():
+            self._hold(group, slab, count)
 
     def unpin(self, group: int, block: int, *, used: bool = True) -> None:
         """Drop one reference; the last one leaves the block cached if it is published, else free.
 
         `used` False takes a pin back as if it had never been: the block's last use stays what it was.
         """
-        if block == NULL_BLOCK:
-            return
+        self.unpin_all(group, (block,), used=used)
+
+    def unpin_all(self, group: int, blocks: Iterable[int], *, used: bool = True) -> None:
+        """Drop one reference of each of `blocks`, as `unpin`; later ones count as used more recently."""
         references = self.references[group]
-        count = references[block]
-        if count > 1:
-            references[block] = count - 1
+        dropped = []
+        for block in blocks:
+            if block:
+                count = references[block] - 1
+                assert count >= 0, f"block {block} of group {group} has no reference"
+                references[block] = count
+                if not count:
+                    dropped.append(block)
+        if not dropped:
             return
-        del references[block]
-        cached = self._index.is_published(group, block)
-        if cached and used:
-            self._policy.use(group, block)
-        self._release(group, block, cached)
+        cached = self._index.select_published(group, dropped)
+        if used:
+            self._policy.use(group, cached)
+        shared = False
+        for slab, count in self._by_slab(group, dropped).items():
+            self._release(group, slab, count)
+            shared = shared or self._held[slab] > 0
+        if shared:
+            self._note_deaths(group, cached)
+        if len(cached) < len(dropped):
+            self._free_blocks(group, [block for block in dropped if not self._index.is_published(group, block)])
 
     def num_references(self, group: int, block: int) -> int:
         """References on a block."""
-        return self.references[group].get(block, 0)
+        return self.references[group][block]
+
+    def referenced(self, group: int) -> dict[int, int]:
+        """References of all blocks of a group that have one."""
+        return {block: count for block, count in enumerate(self.references[group]) if count}
 
     def unpublish(self, group: int, block: int) -> None:
         """Take a block's hashes back; without a reference it becomes free."""
         self._index.unpublish(group, block)
-        if block not in self.references[group]:
-            self._free_block(group, block)
+        if not self.references[group][block]:
+            self._free_blocks(group, [block])
 
     def slabs_needed(self, needs: Sequence[int]) -> int:
         """Reclaimable slabs that `needs[g]` blocks per group take beyond the open ones."""
@@ -126,170 +158,180 @@ class SlabPool:
         left = list(needs)
         taken: list[list[int]] = [[] for _ in needs]
         for group in self._serve_order:
-            slab = near[group] // self._k[group]
-            while left[group]:
-                block = self._place(group, slab, left)
-                left[group] -= 1
-                slab = block // self._k[group]
-                taken[group].append(block)
-            if taken[group] and self.on_fill is not None:
-                self.on_fill(group, taken[group])
+            if left[group]:
+                taken[group] = self._place(group, near[group] // self._k[group], left)
+                if self.on_fill is not None:
+                    self.on_fill(group, taken[group])
         return taken
 
-    def _place(self, group: int, slab: int, left: Sequence[int]) -> int:
-        """Take one block: the request's slab, then a slab of its own, then open blocks, then whatever is left."""
-        if slab and self.bound[slab] == group and self._held[slab] and self._free[slab]:
-            return self._take(group, self._free[slab][-1])
-        spare = self.reclaimable - self.slabs_needed(left)
-        if self.packs or spare <= self.slab_reserve:
-            block = self._open_block(group)
-            if block is not None:
-                return self._take(group, block)
-        slab = self._empty.pop() if self._empty else self._reclaim()
-        self._bind(slab, group)
-        return self._take(group, self._free[slab][-1])
+    def _place(self, group: int, slab: int, left: list[int]) -> list[int]:
+        """Take `left[group]` blocks: the request's slab, slabs of its own, open blocks, then whatever is left.
 
-    def _open_block(self, group: int) -> int | None:
-        """An unreferenced block of a held slab: a free one, else the cached one that is worth least, evicted."""
-        if self.open[group] == 0:
-            return None
+        Modifies `left`, what is to be placed in all groups.
+        """
+        blocks: list[int] = []
+        if slab and self.bound[slab] == group and self._held[slab]:
+            blocks += self._take(group, slab, left[group])
+            left[group] -= len(blocks)
+        while left[group]:
+            if self.packs or self.reclaimable - self.slabs_needed(left) <= self.slab_reserve:
+                slab = self._open_slab(group) if self.open[group] else self._new_slab(group)
+                taken = self._take(group, slab, left[group])
+            else:
+                # Open blocks could not spare these, so as many slabs as before stay beside all that is to be placed.
+                whole = max(0, left[group] - self.open[group]) // self._k[group]
+                taken = self._take_whole(group, whole) or self._take(group, self._new_slab(group), left[group])
+            blocks += taken
+            left[group] -= len(taken)
+        return blocks
+
+    def _take(self, group: int, slab: int, count: int) -> list[int]:
+        """Reference up to `count` free blocks of a slab, those freed last first."""
+        free, references = self._free[slab], self.references[group]
+        blocks = free[: -count - 1 : -1]
+        if blocks:
+            del free[-len(blocks) :]
+            for block in blocks:
+                references[block] = 1
+            self._hold(group, slab, len(blocks))
+        return blocks
+
+    def _take_whole(self, group: int, count: int) -> list[int]:
+        """Reference all blocks of up to `count` empty slabs."""
+        count = min(count, len(self._empty))
+        if not count:
+            return []
+        references, k = self.references[group], self._k[group]
+        slabs = self._empty[: -count - 1 : -1]
+        del self._empty[-count:]
+        for slab in slabs:
+            self.bound[slab] = group
+            self._held[slab] = k
+        self.reclaimable -= count
+        blocks = [block for slab in slabs for block in range(slab * k, slab * k + k)]
+        for block in blocks:
+            references[block] = 1
+        return blocks
+
+    def _open_slab(self, group: int) -> int:
+        """A held slab with a free block; if there is none, the cached open block that is worth least is evicted."""
         if self._held_with_free[group]:
-            return self._free[next(iter(self._held_with_free[group]))][-1]
-        heap = self._block_heap[group]
-        while heap:
-            rank, block = heapq.heappop(heap)
-            if (
-                block not in self.references[group]
-                and self._held[block // self._k[group]]
-                and self._index.is_published(group, block)
-                and self._policy.rank(group, block) == rank
-            ):
-                self._evict(group, block)
-                return block
-        raise AssertionError(f"group {group} counts {self.open[group]} open blocks, none was found")
+            return next(iter(self._held_with_free[group]))
+        self._note_ranks()
 
-    def _reclaim(self) -> int:
-        """Evict everything from the reclaimable slab whose most valuable block is worth least."""
-        for slab in self._stale_slabs:
-            if self._is_reclaimable(slab):
-                heapq.heappush(self._slab_heap, (self._slab_rank(slab), slab))
-        self._stale_slabs.clear()
-        while self._slab_heap:
-            rank, slab = heapq.heappop(self._slab_heap)
-            if self._is_reclaimable(slab) and self._slab_rank(slab) == rank:
-                group = self.bound[slab]
-                for block in self._blocks(slab):
-                    if self._index.is_published(group, block):
-                        self._evict(group, block)
-                assert self.bound[slab] == _UNBOUND, f"slab {slab} is reclaimed but still bound"
-                return self._empty.pop()
-        raise AssertionError(f"{self.reclaimable} slabs are counted reclaimable, none was found")
+        def rank_of(block: int) -> int | None:
+            is_open = not self.references[group][block] and self._held[block // self._k[group]]
+            return self._policy.rank(group, block) if is_open and self._index.is_published(group, block) else None
+
+        block = self._block_queues[group].pop(rank_of)
+        assert block is not None, f"group {group} counts {self.open[group]} open blocks, none was found"
+        self._evict(group, block)
+        return block // self._k[group]
+
+    def _new_slab(self, group: int) -> int:
+        """Bind an empty slab; if there is none, the slab whose most valuable block is worth least is emptied."""
+        if not self._empty:
+            self._note_ranks()
+            slab = self._slab_queue.pop(lambda slab: self._slab_rank(slab) if self._is_reclaimable(slab) else None)
+            assert slab is not None, f"{self.reclaimable} slabs are counted reclaimable, none was found"
+            for block in self._index.select_published(self.bound[slab], self._blocks(slab)):
+                self._evict(self.bound[slab], block)
+            assert self.bound[slab] == _UNBOUND, f"slab {slab} is reclaimed but still bound"
+        slab = self._empty.pop()
+        self.bound[slab] = group
+        self._free[slab] = list(reversed(self._blocks(slab)))
+        return slab
 
     def _blocks(self, slab: int) -> range:
         k = self._k[self.bound[slab]]
         return range(slab * k, (slab + 1) * k)
 
+    def _by_slab(self, group: int, blocks: Sequence[int]) -> Mapping[int, int]:
+        """How many of `blocks` lie in each slab."""
+        k = self._k[group]
+        return Counter([block // k for block in blocks])
+
     def _is_reclaimable(self, slab: int) -> bool:
         return self.bound[slab] != _UNBOUND and self._held[slab] == 0
 
     def _slab_rank(self, slab: int) -> int:
-        group = self.bound[slab]
-        return max(self._policy.rank(group, b) for b in self._blocks(slab) if self._index.is_published(group, b))
+        return self._policy.highest_rank(self.bound[slab], self._blocks(slab))
 
-    def _bind(self, slab: int, group: int) -> None:
-        self.bound[slab] = group
-        self._free[slab] = list(reversed(self._blocks(slab)))
-
-    def _take(self, group: int, block: int) -> int:
-        """Reference a free block for the first time."""
-        slab = block // self._k[group]
-        free = self._free[slab]
-        if free[-1] == block:
-            free.pop()
+    def _hold(self, group: int, slab: int, count: int) -> None:
+        """References of `count` blocks of a slab went from 0 to 1."""
+        if self._held[slab]:
+            self.open[group] -= count
         else:
-            free.remove(block)
-        self.references[group][block] = 1
-        self._hold(group, block)
-        if not free:
-            self._held_with_free[group].pop(slab, None)
-        return block
-
-    def _hold(self, group: int, block: int) -> None:
-        """A block's references went from 0 to 1."""
-        slab = block // self._k[group]
-        self._held[slab] += 1
-        if self._held[slab] > 1:
-            self.open[group] -= 1
-            return
-        self.reclaimable -= 1
-        self.open[group] += self._k[group] - 1
+            self.reclaimable -= 1
+            self.open[group] += self._k[group] - count
+            # What is cached in it competes block by block from now on.
+            self._stale_slabs.add(slab)
+        self._held[slab] += count
         if self._free[slab]:
             self._held_with_free[group][slab] = None
-        if self._k[group] > 1:
-            for other in self._blocks(slab):
-                if other not in self.references[group] and self._index.is_published(group, other):
-                    self._offer(group, other)
+        else:
+            self._held_with_free[group].pop(slab, None)
 
-    def _release(self, group: int, block: int, cached: bool) -> None:
-        """A block's references went from 1 to 0."""
-        slab = block // self._k[group]
-        self._held[slab] -= 1
+    def _release(self, group: int, slab: int, count: int) -> None:
+        """References of `count` blocks of a slab went from 1 to 0."""
+        self._held[slab] -= count
         if self._held[slab]:
-            self.open[group] += 1
+            self.open[group] += count
         else:
             self.reclaimable += 1
-            self.open[group] -= self._k[group] - 1
+            self.open[group] -= self._k[group] - count
             self._held_with_free[group].pop(slab, None)
             self._stale_slabs.add(slab)
-        if cached:
-            self._rank_changed(group, block)
-        else:
-            self._free_block(group, block)
 
-    def _free_block(self, group: int, block: int) -> None:
-        """A block has neither reference nor hash: back to its slab, and the slab back if it was the last."""
+    def _free_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        """Blocks have neither reference nor hash: back to their slabs, and the slabs back if they were the last."""
         if self.on_fill is not None:
-            self.on_fill(group, [block])
-        slab = block // self._k[group]
-        free = self._free[slab]
-        free.append(block)
-        if len(free) == self._k[group]:
-            assert self._held[slab] == 0, f"slab {slab} is all free but held"
-            self.bound[slab] = _UNBOUND
-            free.clear()
-            self._empty.append(slab)
-        elif self._held[slab]:
-            self._held_with_free[group][slab] = None
-        else:
-            self._stale_slabs.add(slab)
+            self.on_fill(group, blocks)
+        k = self._k[group]
+        for block in blocks:
+            slab = block // k
+            free = self._free[slab]
+            free.append(block)
+            if len(free) == k:
+                assert self._held[slab] == 0, f"slab {slab} is all free but held"
+                self.bound[slab] = _UNBOUND
+                free.clear()
+                self._empty.append(slab)
+            elif self._held[slab]:
+                self._held_with_free[group][slab] = None
+            else:
+                self._stale_slabs.add(slab)
 
     def _evict(self, group: int, block: int) -> None:
         self.num_evicted += 1
-        nodes = self._index.unpublish(group, block)
+        hashes = self._index.unpublish(group, block)
         if self.on_evict is not None:
-            self.on_evict(group, block, nodes)
-        self._free_block(group, block)
+            self.on_evict(group, block, hashes)
+        self._free_blocks(group, [block])
 
-    def _rank_changed(self, group: int, block: int) -> None:
-        """Note the new rank of a cached block where it competes: singly in a held slab, else with its slab."""
-        if block in self.references[group] or not self._index.is_published(group, block):
-            return
-        slab = block // self._k[group]
-        if self._held[slab]:
-            self._offer(group, block)
-        else:
-            self._stale_slabs.add(slab)
+    def _note_deaths(self, group: int, blocks: Iterable[int]) -> None:
+        """Ranks of cached blocks may have fallen: each competes singly in a held slab, else with its slab."""
+        references, held, k = self.references[group], self._held, self._k[group]
+        for block in blocks:
+            if not held[block // k]:
+                self._stale_slabs.add(block // k)
+            elif not references[block]:
+                self._stale_blocks[group].add(block)
 
-    def _offer(self, group: int, block: int) -> None:
-        heap = self._block_heap[group]
-        heapq.heappush(heap, (self._policy.rank(group, block), block))
-        if len(heap) > 64 + 4 * len(self.references[group]) + 4 * self.num_slabs * self._k[group]:
-            self._block_heap[group] = [
-                (self._policy.rank(group, b), b)
-                for b in {b for _, b in heap}
-                if b not in self.references[group] and self._index.is_published(group, b)
-            ]
-            heapq.heapify(self._block_heap[group])
+    def _note_ranks(self) -> None:
+        """Let everything compete whose rank may have fallen, or that competes anew, since the last time."""
+        for slab in self._stale_slabs:
+            group = self.bound[slab]
+            if self._is_reclaimable(slab):
+                self._slab_queue.note(slab, self._slab_rank(slab))
+            elif group != _UNBOUND:
+                self._stale_blocks[group].update(self._blocks(slab))
+        self._stale_slabs.clear()
+        for group, stale in enumerate(self._stale_blocks):
+            for block in self._index.select_published(group, stale):
+                if not self.references[group][block] and self._held[block // self._k[group]]:
+                    self._block_queues[group].note(block, self._policy.rank(group, block))
+            stale.clear()
 
     def usage(self) -> float:
         """Share of slabs that hold a referenced block, in [0, 1]."""

@@ -92,7 +92,7 @@ class Publisher:
         if self._state is None:
             return
         for boundary in blocks.used_states:
-            block = self._index.find(self._state.group_id, hash_at(request, boundary, self._unit))
+            block = self._index.find_state(hash_at(request, boundary, self._unit))
             self._pool.pin(self._state.group_id, block)
             self._pool.unpin(self._state.group_id, block)
 

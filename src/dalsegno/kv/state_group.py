@@ -80,7 +80,7 @@ class StateGroup:
 
     def has(self, block_hash: BlockHash) -> bool:
         """Whether a state is kept under a hash."""
-        return self._index.find(self.group_id, block_hash) != NULL_BLOCK
+        return self._index.find_state(block_hash) != NULL_BLOCK
 
     def last_restorable(self, state: StateBlocks, num_computed: int, unit: int) -> tuple[int, int] | None:
         """The furthest unpublished (boundary, block) of a request that is about to let go, if any."""

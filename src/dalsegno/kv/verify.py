@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from dalsegno.kv.runs import Run
 from dalsegno.types import NULL_BLOCK, GroupKind
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ def census(manager: "KVCacheManager") -> None:
     verify_manager(manager)
     assert not manager.requests, f"request entries left: {sorted(manager.requests)}"
     assert not manager.copies_in_flight, f"copies left in flight: {manager.copies_in_flight}"
-    left = [dict(references) for references in manager.pool.references if references]
-    assert not left, f"references left: {left}"
+    left = [manager.pool.referenced(group) for group in range(len(manager.layout.groups))]
+    assert not any(left), f"references left: {left}"
     reclaimable, slabs = manager.pool.reclaimable, manager.pool.num_slabs
     assert reclaimable == slabs - 1, f"{reclaimable} of {slabs - 1} slabs are reclaimable when idle"
 
@@ -41,41 +42,61 @@ def _verify_references(manager: "KVCacheManager") -> None:
         if blocks.state is not None:
             assert manager.state is not None, "state blocks without a state group"
             owed.update((manager.state.group_id, block) for block in blocks.state.held())
-    counted = Counter(
-        {(g, b): count for g, references in enumerate(manager.pool.references) for b, count in references.items()}
-    )
+    groups = range(len(manager.layout.groups))
+    counted = Counter({(g, b): count for g in groups for b, count in manager.pool.referenced(g).items()})
     assert owed == counted, f"owed {dict(owed - counted)} and not counted, counted {dict(counted - owed)} and not owed"
 
 
 def _verify_index(manager: "KVCacheManager") -> None:
     index = manager.index
-    kinds = {group.kind: group.group_id for group in manager.layout.groups}
-    attention, state = kinds.get(GroupKind.ATTENTION), kinds.get(GroupKind.STATE)
-    vouched: list[dict[int, set[bytes]]] = [{} for _ in manager.layout.groups]
-    for key, node in index.nodes.items():
-        assert key == node.hash, "a node is filed under another hash"
-        if node.parent is not None:
-            assert node.parent.children.get(key) is node, "a node is unknown to its parent"
-            assert node.boundary == node.parent.boundary + index.unit, "a boundary does not follow its parent's"
-            assert node.children or any(node.blocks), "a node that holds nothing and leads nowhere was not pruned"
-        for group, block in enumerate(node.blocks):
-            if block:
-                vouched[group].setdefault(block, set()).add(key)
-        live = [c for c in node.children.values() if state is None or c.live_children or c.blocks[state]]
-        if state is not None:
-            assert node.live_children == len(live), f"{node.live_children} live children are counted, not {len(live)}"
-        for spec in manager.layout.paged_groups:
-            if node.blocks[spec.group_id] and (node.boundary - index.unit) % spec.block_size:
-                assert node.parent is not None, "a root vouches for something"
-                assert node.parent.blocks[spec.group_id], f"inside a block nobody vouches for {node.parent.boundary}"
-        above = node.parent is None or node.parent.reachable
-        has = node.parent is None or attention is None or node.blocks[attention] != NULL_BLOCK
-        assert node.reachable == (above and has), f"node at {node.boundary} claims reachable={node.reachable}"
-    for group in range(len(manager.layout.groups)):
-        named = {b: {node.hash for node in index.vouched(group, b)} for b in index.published(group)}
-        assert named == vouched[group], f"group {group}: blocks and nodes disagree"
-        if state == group:
-            assert all(len(hashes) == 1 for hashes in named.values()), "a state block vouches for two boundaries"
+    num_units = 0
+    for block_hash, run in index.tree.ends.items():
+        assert run.hash_at(run.end) == block_hash, "a run is filed under another hash"
+        num_units += run.size
+        _verify_run(manager, run)
+    assert num_units == index.num_units, f"{index.num_units} units are counted, not {num_units}"
+    for spec in manager.layout.groups:
+        group = spec.group_id
+        vouched: dict[int, set[int]] = {}
+        for run in index.tree:
+            for offset, block in enumerate(run.blocks[group]):
+                if block:
+                    vouched.setdefault(block, set()).add(run.start + offset + 1)
+            if spec.is_state and run.state:
+                assert run.state not in vouched, "a state block vouches for two boundaries"
+                vouched[run.state] = {run.end}
+        named = {b: {p // index.unit for p, _ in index.vouched(group, b)} for b in index.published(group)}
+        assert named == vouched, f"group {group}: blocks and runs disagree"
+
+
+def _verify_run(manager: "KVCacheManager", run: Run) -> None:
+    """Check a run against its neighbours: links, states below, attention without a hole, order inside blocks."""
+    groups = {group.kind: group.group_id for group in manager.layout.groups}
+    attention = groups.get(GroupKind.ATTENTION)
+    assert all(child.parent is run and child.first == first for first, child in run.children.items()), "a child is lost"
+    live = sum(child.has_state for child in run.children.values())
+    assert run.live_children == live, f"{run.live_children} live children are counted, not {live}"
+    if run.parent is None:
+        assert run.size == 0, "a root holds units"
+        assert run.children, "a root leads nowhere"
+        return
+    assert run.size > 0, "a run without units was not pruned"
+    assert run.parent.children.get(run.hash_at(run.start + 1)) is run, "a run is unknown to its parent"
+    assert run.start == run.parent.end, "a run does not follow its parent"
+    paged = [(spec.block_size // manager.unit, run.blocks[spec.group_id]) for spec in manager.layout.paged_groups]
+    assert run.children or run.state or any(column[-1] for _, column in paged), "a unit that leads nowhere is left"
+    before = [spec.group_id for spec in manager.layout.paged_groups]
+    for group, (size, column) in zip(before, paged, strict=True):
+        assert len(column) == run.size, "a run has another number of units and of blocks"
+        last = run.parent.blocks[group][-1] if run.parent.size else NULL_BLOCK
+        for depth, block in enumerate(column, run.start):
+            assert not block or depth % size == 0 or last, f"inside a block nobody vouches for unit {depth}"
+            last = block
+    if attention is not None:
+        column = run.blocks[attention]
+        above = run.parent.reach == run.parent.size
+        reach = next((i for i, block in enumerate(column) if not block), run.size) if above else 0
+        assert run.reach == reach, f"attention is said to reach {run.reach} units, not {reach}"
 
 
 def _verify_slabs(manager: "KVCacheManager") -> None:
@@ -84,7 +105,7 @@ def _verify_slabs(manager: "KVCacheManager") -> None:
     used: dict[int, set[int]] = {}
     for group in manager.layout.groups:
         g, k = group.group_id, group.blocks_per_slab
-        blocks = set(pool.references[g]) | set(manager.index.published(g))
+        blocks = {*pool.referenced(g), *manager.index.published(g)}
         assert all(block >= k for block in blocks), "the null slab is in use"
         for block in blocks:
             slab = block // k
@@ -93,7 +114,7 @@ def _verify_slabs(manager: "KVCacheManager") -> None:
     for slab in range(1, pool.num_slabs):
         g = pool.bound[slab]
         assert (g >= 0) == (slab in used), f"slab {slab} is bound to {g} with blocks {used.get(slab)}"
-        held = sum(block in pool.references[g] for block in used.get(slab, ()))
+        held = sum(pool.references[g][block] > 0 for block in used.get(slab, ()))
         if held:
             opened[g] += manager.layout.groups[g].blocks_per_slab - held
         else:

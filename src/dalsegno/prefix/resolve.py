@@ -9,14 +9,14 @@ What "vouches for" means, per kind of group:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
 from dalsegno.types import GroupKind
 
-__all__ = ["Contains", "LookupGroup", "Resolution", "resolve", "window_first_block"]
+__all__ = ["Contains", "LookupGroup", "Resolution", "covered_up_to", "resolve", "window_first_block"]
 
 
 class LookupGroup(Protocol):
@@ -72,7 +72,7 @@ def resolve(
     hash_block_size: int,
     limit: int,
     contains: Contains,
-    reach: Mapping[int, int] = MappingProxyType({}),
+    known: Mapping[int, Callable[[int, int], int]] = MappingProxyType({}),
 ) -> Resolution:
     """Find the largest multiple of H that is at most `limit` and that every group can restore.
 
@@ -84,14 +84,13 @@ def resolve(
         hash_block_size: H, in tokens.
         limit: largest boundary allowed; at most the known tokens less one.
         contains: the tier's answer, see `Contains`.
-        reach: by index, the longest boundary of an attention group, where the tier knows it without walking: all
-            boundaries below are vouched for too, so `contains` is not asked.
+        known: by index, `known(limit, step)` is the group's own longest boundary, a multiple of `step` and at most
+            `limit`, where the tier knows it without walking; `contains` is not asked then.
     """
 
     def longest(index: int, group: LookupGroup, limit: int) -> int:
-        if index in reach:
-            known = min(limit, reach[index])
-            return known - known % step
+        if index in known:
+            return known[index](limit, step)
         return _longest(index, group, step, limit, contains)
 
     step = hash_block_size
@@ -110,6 +109,11 @@ def resolve(
             break
         boundary = lowered
     return Resolution(boundary, own)
+
+
+def covered_up_to(reach: int) -> Callable[[int, int], int]:
+    """What `resolve` takes as known of an attention group that covers every boundary up to `reach`."""
+    return lambda limit, step: min(limit, reach) // step * step
 
 
 def window_first_block(boundary: int, window: int, block_size: int) -> int:

@@ -7,9 +7,16 @@ from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.manager import KVCacheManager
 from dalsegno.prefix.resolve import Contains, LookupGroup
 from dalsegno.testing.fake_worker import FakeWorker
-from dalsegno.types import NULL_BLOCK, BlockHash, GroupKind
+from dalsegno.types import BlockHash, GroupKind
 
-__all__ = ["audit_published", "boundary_by_definition", "boundary_in_index", "can_place", "can_restore"]
+__all__ = [
+    "audit_published",
+    "boundary_by_definition",
+    "boundary_in_index",
+    "can_place",
+    "can_restore",
+    "vouched_hashes",
+]
 
 
 def can_restore(index: int, group: LookupGroup, boundary: int, contains: Contains) -> bool:
@@ -57,16 +64,22 @@ def can_place(needs: Sequence[int], blocks_per_slab: Sequence[int], slabs: Mappi
     )
 
 
+def vouched_hashes(index: PrefixIndex, group: int) -> set[BlockHash]:
+    """The hashes that some block of a group vouches for."""
+    return {block_hash for block in index.published(group) for _, block_hash in index.vouched(group, block)}
+
+
 def boundary_in_index(index: PrefixIndex, hashes: Sequence[BlockHash], limit: int) -> int:
     """The longest joint boundary that the published blocks allow, asked of every hash of the chain one by one."""
+    vouched = [vouched_hashes(index, group) for group in range(len(index.groups))]
     known = len(hashes) * index.unit
 
     def contains(group: int, block_index: int, boundary: int) -> bool:
         if index.groups[group].is_state:
-            return index.find(group, hashes[boundary // index.unit - 1]) != NULL_BLOCK
+            return hashes[boundary // index.unit - 1] in vouched[group]
         end = min(known, (block_index + 1) * index.groups[group].block_size)
         ends = range(boundary, end + 1, index.unit)
-        return any(index.find(group, hashes[e // index.unit - 1]) != NULL_BLOCK for e in ends)
+        return any(hashes[e // index.unit - 1] in vouched[group] for e in ends)
 
     return boundary_by_definition(index.groups, index.unit, min(limit, known), contains)
 
@@ -79,12 +92,11 @@ def audit_published(manager: KVCacheManager, worker: FakeWorker, cells_of: Mappi
         worker: whose memory is read.
         cells_of: for every hash the cells of its whole prefix, from `extend_cells`.
     """
-    for node in manager.index.nodes.values():
-        for group, block in zip(manager.layout.groups, node.blocks, strict=True):
-            if block == NULL_BLOCK:
-                continue
-            expected = cells_of[node.hash]
-            start = len(expected) - 1 if group.is_state else (node.boundary - 1) // group.block_size * group.block_size
-            found = worker.cells(group.group_id, block)[: node.boundary - start]
-            where = f"block {block} of group {group.name} under boundary {node.boundary}"
-            assert found == list(expected[start:]), f"{where} holds other bytes than a cold run wrote"
+    for group in manager.layout.groups:
+        for block in manager.index.published(group.group_id):
+            for boundary, block_hash in manager.index.vouched(group.group_id, block):
+                expected = cells_of[block_hash]
+                start = len(expected) - 1 if group.is_state else (boundary - 1) // group.block_size * group.block_size
+                found = worker.cells(group.group_id, block)[: boundary - start]
+                where = f"block {block} of group {group.name} under boundary {boundary}"
+                assert found == list(expected[start:]), f"{where} holds other bytes than a cold run wrote"

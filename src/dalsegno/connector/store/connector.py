@@ -260,17 +260,14 @@ class StoreScheduler(SchedulerConnector):
 
     def _query(self, request: Request, local: ComputedBlocks) -> LookupQuery:
         index, hashes = self.pool.index, request.block_hashes
+        match = index.match(request.root_hash, hashes, len(hashes) * self._unit)
         reach = {
             group.group_id: local.boundary_by_group[group.name]
             for group in self._objects.groups
             if group.kind is GroupKind.ATTENTION
         }
         held = {
-            group.group_id: frozenset(
-                (number + 1) * self._unit
-                for number, block_hash in enumerate(hashes)
-                if index.find(group.group_id, block_hash) != NULL_BLOCK
-            )
+            group.group_id: frozenset(index.boundaries(match, group.group_id))
             for group in self._objects.groups
             if group.kind is not GroupKind.ATTENTION
         }
@@ -288,12 +285,12 @@ class StoreScheduler(SchedulerConnector):
     def _suffices(self, match: StoreMatch, request: Request) -> bool:
         """Whether what the lookup counted as being on the device still is; other requests may have evicted it."""
         index = self.pool.index
+        local = index.match(request.root_hash, request.block_hashes, match.boundary)
         for group in self._objects.groups:
             there = [(item.first_token, item.boundary) for item in match.objects if item.group_id == group.group_id]
             for end in block_ends(group, 0, match.boundary):
-                if index.find(group.group_id, request.block_hashes[end // self._unit - 1]) == NULL_BLOCK and not any(
-                    first < end <= boundary for first, boundary in there
-                ):
+                is_local = index.vouching(local, group.group_id, end) != NULL_BLOCK
+                if not is_local and not any(first < end <= boundary for first, boundary in there):
                     return False
         return True
 

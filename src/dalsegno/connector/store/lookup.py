@@ -13,7 +13,7 @@ from itertools import islice
 from dalsegno.connector.store.messages import ObjectRef, StoredObject
 from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
-from dalsegno.prefix.resolve import resolve, window_first_block
+from dalsegno.prefix.resolve import covered_up_to, resolve, window_first_block
 from dalsegno.types import BlockHash, GroupKind
 
 __all__ = ["Exists", "LookupQuery", "StoreMatch", "find_in_store"]
@@ -122,7 +122,8 @@ class _Search:
             if limit <= local:
                 return StoreMatch(local, (), shared)
             self._predict_states(limit)
-            boundary = resolve(self._groups, self._unit, limit, self._contains, reach).boundary
+            known = {group_id: covered_up_to(end) for group_id, end in reach.items()}
+            boundary = resolve(self._groups, self._unit, limit, self._contains, known).boundary
             if boundary <= local:
                 return StoreMatch(local, (), shared)
             found = self._to_read(boundary)
