@@ -30,6 +30,7 @@ DEFAULT_STORE_BYTES = 2**32
 """Bound on the bytes of a new store unless another is asked for."""
 
 TOTALS_KEY = b"totals"
+_SERIAL_KEY = b"serial"
 
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.VersionMismatchError)
 
@@ -141,12 +142,16 @@ class Environment:
             with self._env.begin(write=True) as txn:
                 yield txn
 
-    def sync(self) -> None:
+    def sync(self, *, release: bool = True) -> None:
         """Write everything out and record it, where something has been written since; then let old pages be reused.
+
+        LMDB keeps what the newest transaction has freed; with `release` an empty one is put behind it.
 
         On an error of the disk it is tried again the next time; until then old pages stay.
         """
         try:
+            if release:
+                self._release_newest()
             self._sync()
         except (OSError, lmdb.Error) as error:
             self.counters["sync_errors"] += 1
@@ -182,7 +187,7 @@ class Environment:
     def _close(self) -> None:
         self._stop.set()
         self._thread.join()
-        self.sync()
+        self.sync(release=False)
         with self._idle:
             self._closed = True
             self._idle.wait_for(lambda: not self._uses)
@@ -220,6 +225,13 @@ class Environment:
         with self._in_use(), self.writing, self._env.begin(write=True):
             self._record()
 
+    def _release_newest(self) -> None:
+        if self._anchor is None:
+            return
+        with contextlib.suppress(lmdb.MapFullError), self._in_use(), self.writing, self._env.begin(write=True) as txn:
+            serial = int.from_bytes(txn.get(_SERIAL_KEY) or b"", "big") + 1
+            txn.put(_SERIAL_KEY, serial.to_bytes(8, "big"))
+
     def _record(self) -> None:
         """Under the write lock: sync, copy the meta pages, move the anchor here, in this order."""
         newest = self._env.info()["last_txnid"]
@@ -246,7 +258,8 @@ class Environment:
                 chore()
             with self.writing:
                 is_idle, self._has_written = not self._has_written, False
-            self.sync()
+            # Whoever has not written adds nothing, or idle processes would keep each other busy.
+            self.sync(release=not is_idle)
             with self.writing:
                 # Of others' writes too; but who does not write keeps no pages from those who do.
                 if is_idle and not self._has_written:
