@@ -145,7 +145,7 @@ class Engine:
         loads = self.core.connection.loads
         left = [loads.loading, loads._landed, loads._asked, loads._pending, loads._manager.loads.active]
         jobs = self.connector._jobs
-        left += [self.connector._loads, self.connector._matches, self.connector._excluded, jobs._followed]
+        left += [self.connector._loads, self.connector._matches, self.connector._excluded]
         left += [jobs._ledger._jobs, jobs._ledger._pending, jobs.outbox, self.connector._loads_outbox]
         if self.connector._thread is not None:
             left.append(self.connector._thread._asked)

@@ -97,6 +97,7 @@ class StoreScheduler(SchedulerConnector):
         # Objects that are stored no more; lookups append from any thread.
         self._gone: deque[ObjectRef] = deque()
         self._must_clear = False
+        self._removals: list[tuple[str, tuple[StoredObject, ...]]] = []
         self._loads_outbox: list[LoadJob] = []
         self._loads: dict[int, _LoadUnderWay] = {}
         self._matches: dict[Request, StoreMatch] = {}
@@ -129,8 +130,6 @@ class StoreScheduler(SchedulerConnector):
         self, request: Request, block_ids: Sequence[Sequence[int]], offloads: Iterable[HandOff]
     ) -> None:
         """See the base class."""
-        if (request.kv_transfer_params or {}).get("do_remote_decode"):
-            self._jobs.follow(request)
         for hand_off in offloads:
             self._jobs.register(request, hand_off)
 
@@ -146,11 +145,23 @@ class StoreScheduler(SchedulerConnector):
 
     def is_answer_held(self, request: Request) -> bool:
         """See the base class."""
-        return self._jobs.has_unfinished(request)
+        return self._jobs.is_pending(request)
 
     def take_transfer_params(self, request: Request) -> dict[str, Any] | None:
         """Name the boundary of the request that is in the store."""
-        return {"do_remote_prefill": True, "stored_boundary": self._jobs.unfollow(request)}
+        return {"do_remote_prefill": True, "stored_boundary": self._jobs.stored_boundary(request)}
+
+    def forget_prefix(self, request: Request) -> None:
+        """See `HandOffSink.forget_prefix`."""
+        known = len(request.block_hashes) * self._unit
+        objects = [
+            StoredObject(group.group_id, first, end, request.block_hashes[end // self._unit - 1])
+            for group in self._objects.groups
+            for first, end in self._objects.possible(group, known, self._unit)
+        ]
+        for item in objects:
+            self._jobs.known.discard(item.ref)
+        self._removals.append((salt_tag(request.cache_salt), tuple(objects)))
 
     # Looking up and loading.
 
@@ -206,14 +217,21 @@ class StoreScheduler(SchedulerConnector):
         """See the base class."""
         if not self.has_pending_push_work():
             return None
-        step_meta = StepMeta(self._jobs.epoch, tuple(self._loads_outbox), tuple(self._jobs.outbox), self._must_clear)
+        step_meta = StepMeta(
+            self._jobs.epoch,
+            tuple(self._loads_outbox),
+            tuple(self._jobs.outbox),
+            self._must_clear,
+            tuple(self._removals),
+        )
+        self._removals = []
         self._asked_clears += self._must_clear
         self._loads_outbox, self._jobs.outbox, self._must_clear = [], [], False
         return step_meta
 
     def has_pending_push_work(self) -> bool:
         """See the base class."""
-        return bool(self._loads_outbox or self._jobs.outbox or self._must_clear)
+        return bool(self._loads_outbox or self._jobs.outbox or self._must_clear or self._removals)
 
     def has_pending_jobs(self) -> bool:
         """See the base class."""

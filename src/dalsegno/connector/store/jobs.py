@@ -32,8 +32,6 @@ class StoreJobs:
         self.epoch = 0
         self.outbox: list[StoreJob] = []
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
-        # What requests that ask for it are told: unfinished jobs, and the longest boundary that is stored.
-        self._followed: dict[Request, tuple[set[int], int]] = {}
 
     def __len__(self) -> int:
         """Jobs that have not been reported."""
@@ -84,7 +82,6 @@ class StoreJobs:
         kept = [entry for entry in hand_off.blocks() if entry in used]
         self._pool.pins.unpin(entry for entry in hand_off.blocks() if entry not in used)
         if not puts and not requires:
-            self._note_stored(request, hand_off.boundary)
             return
         job = StoreJob(
             self._ledger.next_id(),
@@ -97,8 +94,6 @@ class StoreJobs:
         self._ledger.register(job, kept, num_bytes)
         self.outbox.append(job)
         self.counters["kv_offload_jobs"] += 1
-        if request in self._followed:
-            self._followed[request][0].add(job.job_id)
 
     def finish(self, report: JobReport) -> None:
         """A job was reported by every rank; reports of unknown jobs are ignored."""
@@ -110,38 +105,32 @@ class StoreJobs:
                 self.known.add(ref)
         if not report.complete:
             self.counters["kv_offload_jobs_incomplete"] += 1
-        for request, (jobs, boundary) in self._followed.items():
-            if job.job_id in jobs:
-                jobs.remove(job.job_id)
-                if report.complete and job.epoch == self.epoch:
-                    self._followed[request] = jobs, max(boundary, job.boundary)
 
-    def follow(self, request: Request) -> None:
-        """Note from now on what of the request is stored."""
-        self._followed.setdefault(request, (set(), 0))
+    def is_pending(self, request: Request) -> bool:
+        """Whether some job is going to put an object of the request's prefixes, of its own or of another request."""
+        return any(
+            self._ledger.is_pending((group.group_id, block_hash))
+            for block_hash in reversed(request.block_hashes)
+            for group in self._objects.groups
+        )
 
-    def is_followed(self, request: Request) -> bool:
-        """Whether `follow` was called and `unfollow` was not."""
-        return request in self._followed
-
-    def has_unfinished(self, request: Request) -> bool:
-        """Whether a followed request has jobs that were not reported."""
-        return request in self._followed and bool(self._followed[request][0])
-
-    def unfollow(self, request: Request) -> int:
-        """Stop following; return the longest boundary of the request that is in the store."""
-        return self._followed.pop(request, (set(), 0))[1]
+    def stored_boundary(self, request: Request) -> int:
+        """The longest boundary of the request that is known to be in the store as a whole; 0 for none."""
+        unit, groups = self._pool.index.unit, self._objects.groups
+        for boundary in range(len(request.block_hashes) * unit, 0, -unit):
+            # Every group's last object ends at the boundary; at most boundaries it is not there.
+            if not all(self._named(request, group.group_id, 0, boundary).ref in self.known for group in groups):
+                continue
+            needed = ((group.group_id, *span) for group in groups for span in self._objects.needed(group, boundary))
+            if all(self._named(request, *span).ref in self.known for span in needed):
+                return boundary
+        return 0
 
     def reset(self) -> None:
         """Begin a new epoch: nothing is known to be stored any more."""
         self.epoch += 1
         self.known.clear()
         self._ledger.give_up()
-
-    def _note_stored(self, request: Request, boundary: int) -> None:
-        if request in self._followed:
-            jobs, before = self._followed[request]
-            self._followed[request] = jobs, max(before, boundary)
 
     def _is_cared_for(self, request: Request, group_id: int, end: int) -> bool:
         ref: ObjectRef = group_id, request.block_hashes[end // self._pool.index.unit - 1]
