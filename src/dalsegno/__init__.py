@@ -1,7 +1,7 @@
 """Dalsegno: a serving engine and KV-cache layer for hybrid language models.
 
-`LLM`, `AsyncLLM` and `SamplingParams` are the whole public API of the package root; they are imported on first use, so that
-`import dalsegno` (and every package below it that needs no torch) stays light.
+`LLM`, `AsyncLLM` and `SamplingParams` are the whole public API of the package root; they are imported on first use, so
+that `import dalsegno` (and every package below it that needs no torch) stays light.
 """
 
 from importlib import import_module

@@ -28,6 +28,9 @@ class Sink:
     def saves(self, request: Request, boundary: int) -> bool:
         return self._saves
 
+    def forget_prefix(self, request: Request) -> None:
+        pass
+
     def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
         return min(boundary, max(self.stored.get(group_id, 0), listed))
 

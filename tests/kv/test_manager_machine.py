@@ -30,6 +30,9 @@ class Sink:
     def saves(self, request: Request, boundary: int) -> bool:
         return request.priority == 0
 
+    def forget_prefix(self, request: Request) -> None:
+        pass
+
     def first_needed(self, request: Request, group_id: int, boundary: int, listed: int) -> int:
         ends = range(listed - listed % UNIT, boundary + 1, UNIT)
         stored = (end for end in ends if end and (group_id, request.block_hashes[end // UNIT - 1]) not in self.stored)

@@ -133,6 +133,9 @@ class SchedulerConnector:
         """See `dalsegno.kv.hand_off.HandOffSink`."""
         return 0
 
+    def forget_prefix(self, request: Request) -> None:
+        """See `dalsegno.kv.hand_off.HandOffSink`."""
+
     def get_num_new_matched_tokens(self, request: Request, local: ComputedBlocks) -> ExternalMatch:
         """How far beyond the local hit this prefix can be restored. Changes nothing the engine sees.
 

@@ -39,7 +39,7 @@ class HandOff:
 
 
 class HandOffSink(Protocol):
-    """What the KV manager asks of a bound connector. Both calls change nothing and are made on the engine thread."""
+    """What the KV manager asks of a bound connector, on the engine thread. All but `forget_prefix` change nothing."""
 
     def saves(self, request: Request, boundary: int) -> bool:
         """Whether `boundary` of this request will be stored."""
@@ -54,6 +54,10 @@ class HandOffSink(Protocol):
             boundary: of the hand-off that is made.
             listed: tokens an earlier hand-off of the same commit covers.
         """
+        ...
+
+    def forget_prefix(self, request: Request) -> None:
+        """Bytes of the request's chain were found to be wrong: what is stored of any of its boundaries must go."""
         ...
 
 

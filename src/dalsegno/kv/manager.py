@@ -288,7 +288,8 @@ class KVCacheManager:
     def forget_chain(self, request: Request) -> list[tuple[str, int, int]]:
         """Unpublish every block that vouches for a boundary of the request's chain, also those that others hold.
 
-        Call it between steps. Who holds such a block keeps it; nobody finds it any more.
+        What a connector has stored of the chain goes too. Call it between steps. Who holds such a block keeps it;
+        nobody finds it any more.
 
         Returns:
             (group, boundary, block) of each.
@@ -301,6 +302,8 @@ class KVCacheManager:
                 while block := self.index.find(group.group_id, request.root_hash, request.block_hashes, boundary):
                     self.pool.unpublish(group.group_id, block)
                     forgotten.append((group.name, boundary, block))
+        if self.hand_offs.sink is not None:
+            self.hand_offs.sink.forget_prefix(request)
         return forgotten
 
     def usage(self) -> float:

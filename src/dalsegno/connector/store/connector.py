@@ -267,6 +267,7 @@ class StoreScheduler(SchedulerConnector):
         return {
             **self.counters,
             **self._jobs.counters,
+            "kv_offload_lookup_timeouts": 0 if self._thread is None else self._thread.num_timeouts,
             "kv_offload_pending_jobs": len(self._jobs),
             "kv_offload_backlog_bytes": self._jobs.backlog_bytes,
         }

@@ -67,12 +67,20 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """What the worker side begins with a step; `clear` empties the engine's part of the store before the jobs."""
+    """What the worker side begins with a step.
+
+    Attributes:
+        epoch: the cache epoch from now on.
+        loads, jobs: to be done.
+        clear: empty the engine's part of the store, before the jobs.
+        removals: (salt, objects) to be removed, behind the jobs.
+    """
 
     epoch: int
     loads: tuple[LoadJob, ...] = ()
     jobs: tuple[StoreJob, ...] = ()
     clear: bool = False
+    removals: tuple[tuple[str, tuple[StoredObject, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

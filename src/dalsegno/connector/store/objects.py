@@ -45,6 +45,10 @@ class ObjectMap:
         starts = range(first_token - first_token % size, boundary, size)
         return [(start, min(start + size, boundary)) for start in starts]
 
+    def possible(self, group: GroupSpec, num_tokens: int, unit: int) -> list[Span]:
+        """Every object that any request may have stored of the first `num_tokens` tokens of a chain."""
+        return [(self.first_token(group, end), end) for end in range(unit, num_tokens + 1, unit)]
+
     def first_token(self, group: GroupSpec, boundary: int) -> int:
         """Where the object that ends at `boundary` begins."""
         size = self._size[group.group_id]

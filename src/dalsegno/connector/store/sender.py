@@ -9,6 +9,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from dalsegno.connector.base import BlockMemory
@@ -74,12 +75,15 @@ class Sender:
         self._thread.start()
 
     def push(self, step_meta: StepMeta) -> None:
-        """Queue the jobs of a step, and before them the clearing it asks for."""
+        """Queue the jobs of a step, before them the clearing it asks for and behind them the removals."""
         self._epoch = step_meta.epoch
         if step_meta.clear:
             self._tasks.put(lambda: self._clear(step_meta.epoch))
         for job in step_meta.jobs:
-            self._tasks.put(lambda job=job: self._report(job))  # type: ignore[misc]
+            self._tasks.put(partial(self._report, job))
+        for salt, objects in step_meta.removals:
+            keys = [self._keys.key(salt, item) for item in objects]
+            self._tasks.put(partial(self._remove, keys))
 
     def touch(self, salt: str, objects: Sequence[StoredObject]) -> None:
         """Queue the note that these objects were used."""
@@ -117,6 +121,9 @@ class Sender:
             logger.exception("the store could not be emptied; it is not used until it can")
         self.num_clears += 1
         self._on_progress()
+
+    def _remove(self, keys: Sequence[StoreKey]) -> None:
+        self._store.remove(keys)
 
     def _report(self, job: StoreJob) -> None:
         stored: dict[StoreKey, StoredObject] = {}
