@@ -2,9 +2,11 @@
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 from dalsegno.config import CacheConfig, SchedulerConfig
 from dalsegno.connector.config import KVTransferConfig
@@ -87,7 +89,7 @@ class Engine:
         budget = rng.choice([5, 16, 24, 64, 256])
         self.layout = shape.layout(budget, rng.choice(["none", "one", "twice", "many", "many"]))
         self.clock = FakeClock()
-        settings = {
+        settings: dict[str, Any] = {
             "store": Unclosable(store),
             "store_block_size": shape.object_tokens,
             "save_decode_cache": rng.choice([True, True, False, None]),
@@ -98,6 +100,7 @@ class Engine:
             "max_state_probes": rng.choice([1, 4, 256]),
             "pressure_pause_s": rng.choice([0.01, 5.0]),
         }
+        self.max_backlog_bytes = settings["max_store_backlog_bytes"]
         role = rng.choice(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"])
         scheduler, worker = create_connector(
             KVTransferConfig("StoreConnector", role, settings),
@@ -135,7 +138,20 @@ class Engine:
         moved = any(update.new_token_ids or update.finished for update in updates)
         self.num_idle = 0 if moved else self.num_idle + 1
         assert self.num_idle < _STALL_STEPS, f"no token for {self.num_idle} steps: {self.core.stats()}"
+        self.check_pins()
         return updates
+
+    def check_pins(self) -> None:
+        """40, R5, R6: pins are those of jobs and loads, one per block of a job, and leave room for the largest."""
+        manager, ledger = self.core.manager, self.connector._jobs._ledger
+        owned = [list(job.pins) for job in ledger._jobs.values()]
+        assert all(len(set(pins)) == len(pins) for pins in owned), "a job holds two references on a block"
+        loads = {*manager.loads.active.values(), *self.core.connection.loads._landed.values()}
+        owners = Counter(pin for pins in [*owned, *(load.pins for load in loads)] for pin in pins if pin[1])
+        assert owners == +manager.pins.counts
+        assert manager.pins.max_slabs is not None
+        assert manager.pins.num_slabs <= manager.pins.max_slabs
+        assert ledger.backlog_bytes <= self.max_backlog_bytes
 
     def settle(self) -> None:
         """Report everything, then take the census of engine and connector."""
