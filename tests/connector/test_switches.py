@@ -1,6 +1,8 @@
 """Roles and switches of the store connector, what an answer tells of the store, and counters that add up."""
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -234,6 +236,21 @@ def test_while_a_lookup_hangs_later_ones_are_misses_at_once() -> None:
     gate.open.set()
     engine.settle()
     engine.close()
+
+
+SCRIPT = """
+from tests.connector.engines import StoreEngine
+from tests.connector.test_switches import Gate, prompt_of
+engine = StoreEngine(Gate("exists"), role="kv_consumer", lookup_async=True, lookup_timeout_s=3.0)
+engine.send(prompt_of(100), 5)
+print(engine.core.stats()["kv_offload_lookup_timeouts"])
+engine.close()
+"""
+
+
+def test_a_lookup_that_hangs_for_ever_is_counted_and_keeps_no_process_from_ending() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 # Counters.

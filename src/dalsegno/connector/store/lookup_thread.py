@@ -1,7 +1,9 @@
 """Lookups in a store that may be slow: on a thread of their own, with the engine coming back for the answer."""
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 from dalsegno.connector.store.lookup import StoreMatch
 from dalsegno.request import Request
@@ -21,7 +23,11 @@ class LookupThread:
         self._clock = clock
         self._timeout_s = timeout_s
         self._on_progress = on_progress
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="dalsegno-lookup")
+        self._tasks: SimpleQueue[tuple[Future[StoreMatch | None], Callable[[], StoreMatch | None]] | None] = (
+            SimpleQueue()
+        )
+        # A daemon: a lookup that hangs does not keep the process from ending.
+        threading.Thread(target=self._run, name="dalsegno-lookup", daemon=True).start()
         self._asked: dict[Request, tuple[Future[StoreMatch | None], float]] = {}
         self._overdue: set[Future[StoreMatch | None]] = set()
         self.num_timeouts = 0
@@ -32,8 +38,9 @@ class LookupThread:
         if request not in self._asked:
             if self._overdue:
                 return True, None
-            future = self._pool.submit(find)
+            future: Future[StoreMatch | None] = Future()
             future.add_done_callback(lambda _: self._on_progress())
+            self._tasks.put((future, find))
             self._asked[request] = future, self._clock.now() + self._timeout_s
             return False, None
         future, deadline = self._asked[request]
@@ -62,4 +69,16 @@ class LookupThread:
 
     def shutdown(self) -> None:
         """Wait for nothing."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for future, _ in self._asked.values():
+            future.cancel()
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, find = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(find())
+            except Exception as error:
+                future.set_exception(error)
