@@ -1,0 +1,91 @@
+"""An engine on a store whose disk is full or fills up: right answers, and counters that say what happened."""
+
+import contextlib
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno import LLM, SamplingParams
+from tests.matrix.tiny_models import tiny_model
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], check=False, capture_output=True
+    )
+    if done.returncode:
+        pytest.skip(f"NOT TESTED: a small file system needs the right to mount: {done.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+def engine(store: Path | None) -> LLM:
+    options = {} if store is None else {"kv_store": str(store), "kv_store_bytes": 2**23}
+    return LLM(tiny_model("qwen3-next"), kv_cache_memory_bytes=2**27, threads=1, max_model_len=2048, **options)
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], int]]:
+    found = []
+    for ids in prompts:
+        [output] = llm.generate([ids], PARAMS, use_tqdm=False)
+        found.append((list(output.outputs[0].token_ids), output.num_cached_tokens or 0))
+        assert llm.core.wait_for_connector(60)
+        assert llm.reset_prefix_cache()
+    return found
+
+
+def test_on_a_full_disk_nothing_is_stored_until_there_is_room(small_disk: Path) -> None:
+    prompts = [random.Random(seed).choices(range(4096), k=300) for seed in range(6)]
+    with engine(None) as llm:
+        cold = [tokens for tokens, _ in answers(llm, prompts)]
+    ballast = fill(small_disk)
+    with engine(small_disk / "store") as llm:
+        assert answers(llm, [*prompts, *prompts]) == [(tokens, 0) for tokens in [*cold, *cold]]
+        stats = llm.stats()
+        assert stats["kv_offload_allocation_failure"] + stats["kv_offload_stores_skipped"] > 0
+        assert stats["kv_offload_store_objects"] == 0
+        assert stats["kv_offload_jobs_incomplete"] == stats["kv_offload_jobs"]
+        llm.verify()
+        ballast.unlink()
+        # The gate opens with a save that is let through after a pause.
+        for _ in range(200):
+            [(tokens, cached)] = answers(llm, prompts[:1])
+            assert tokens == cold[0]
+            if cached:
+                break
+        assert cached == 288
+        llm.verify()
+
+
+def test_a_store_that_is_full_of_others_keeps_what_was_used_last(small_disk: Path) -> None:
+    """It evicts: a load of more than it holds costs hits on the oldest, never an answer."""
+    prompts = [random.Random(seed).choices(range(4096), k=700) for seed in range(12)]
+    with engine(None) as llm:
+        cold = [tokens for tokens, _ in answers(llm, prompts)]
+    with engine(small_disk / "store") as llm:
+        fill(small_disk)
+        assert [tokens for tokens, _ in answers(llm, prompts)] == cold
+        stats = llm.stats()
+        assert stats["kv_store_evicted_objects"] > 0
+        assert stats["kv_store_used_bytes"] <= stats["kv_store_capacity_bytes"]
+        again = answers(llm, prompts[::-1])
+        assert [tokens for tokens, _ in again] == cold[::-1]
+        assert again[0][1] == 688, "the last one stored was evicted"
+        llm.verify()
