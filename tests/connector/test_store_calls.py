@@ -1,5 +1,6 @@
 """Each call of a store may raise, hang, or answer nonsense: the key is a miss, nothing is pinned, requests go on."""
 
+import logging
 import random
 import threading
 from collections.abc import Sequence
@@ -164,6 +165,21 @@ def test_a_call_that_hangs_stops_no_request(site: str) -> None:
         store.way = ""
         store.opened.set()
         engine.settle()
+
+
+def test_closing_beside_a_store_that_hangs_ends_and_says_what_it_drops(caplog: pytest.LogCaptureFixture) -> None:
+    """The store is left to the thread that hangs in it: closing it there would pull it from under that thread."""
+    store = OddStore("put")
+    engine = StoreEngine(store, setup={"close_timeout_s": 3})
+    store.way = "hangs"
+    engine.send(PROMPT, 20)
+    pending = engine.core.stats()["kv_offload_pending_jobs"]
+    assert pending > 0
+    with caplog.at_level(logging.WARNING):
+        engine.close()
+    assert f"'kv_offload_pending_jobs': {pending}" in caplog.text
+    assert "it is not closed" in caplog.text
+    store.opened.set()
 
 
 def test_what_a_store_has_lost_is_stored_again() -> None:
