@@ -20,11 +20,12 @@ SWITCHES: dict[str, Sequence[Any]] = {
 
 
 def pairwise(switches: dict[str, Sequence[Any]] = SWITCHES, seed: int = 0) -> list[Cell]:
-    """Cells such that every pair of values of two switches occurs in one of them; greedy, not minimal."""
+    """The plain cell, and others such that every pair of values of two switches occurs in one; greedy, not minimal."""
     names = list(switches)
     pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in switches[a] for y in switches[b]}
     rng = random.Random(seed)
-    cells = []
+    cells = [Cell()]
+    pairs -= _covered(vars(cells[0]), names)
     while pairs:
         a, x, b, y = min(pairs, key=repr)
         candidates = []
