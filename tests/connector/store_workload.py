@@ -159,7 +159,7 @@ class Engine:
         assert self.core.wait_for_connector(10_000), self.core.stats()
         self.core.verify()
         loads = self.core.connection.loads
-        left = [loads.loading, loads._landed, loads._asked, loads._pending, loads._manager.loads.active]
+        left = [loads.loading, loads._landed, loads._asked, loads._pending, loads._overdue, loads._manager.loads.active]
         jobs = self.connector._jobs
         left += [self.connector._loads, self.connector._matches, self.connector._excluded]
         left += [jobs._ledger._jobs, jobs._ledger._pending, jobs.outbox, self.connector._loads_outbox]

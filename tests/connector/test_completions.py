@@ -59,6 +59,23 @@ def test_a_load_that_never_returns_is_left_behind_and_keeps_its_blocks_until_it_
         assert num_pins(engine) == 0
 
 
+def test_a_store_that_hangs_costs_one_timeout_and_not_one_per_request() -> None:
+    prompts = [random.Random(seed).choices(range(VOCABULARY), k=60) for seed in range(8)]
+    with StoreEngine(stored(*prompts), setup={"load_timeout_s": 1000}) as engine:
+        engine.reports.holds_all = True
+        for prompt in prompts[:6]:
+            engine.send(prompt, 3)
+        stats = engine.core.stats()
+        assert (stats["kv_load_timeouts"], stats["kv_load_lookups_skipped"]) == (1, 5)
+        # As soon as it reports, or after as long again, loads are tried again.
+        engine.clock.time += 1000
+        engine.send(prompts[6], 3)
+        assert engine.core.stats()["kv_load_timeouts"] == 2
+        engine.reports.holds_all = False
+        engine.settle()
+        assert engine.send(prompts[7], 3).num_cached_tokens == 48
+
+
 @pytest.mark.parametrize("reuses", [False, True])
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_load_that_ends_after_its_request_was_aborted_publishes_nothing(reuses: bool, order: int) -> None:

@@ -2,7 +2,8 @@
 
 A request that loads is neither waiting nor running and holds nothing: its targets belong to the load. When every rank
 has reported it waits again, and finds what was loaded as a local hit. A load that does not report in time is left
-behind; its blocks stay pinned until it does.
+behind; its blocks stay pinned until it does, and nobody else begins one until then or for as long again: what hangs
+there hangs for all.
 """
 
 from collections import Counter
@@ -26,6 +27,7 @@ _COUNTERS = (
     "kv_load_failures",
     "kv_load_timeouts",
     "kv_load_no_room",
+    "kv_load_lookups_skipped",
     "kv_load_recovered_tokens",
 )
 _MAX_ROUNDS = 2
@@ -48,7 +50,7 @@ class _Asked:
 
     rounds: int = 0
     local_boundary: int = 0
-    loaded_boundary: int = 0
+    has_reported: bool = False
     failed_boundary: int = 0
     deadline: float = 0.0
     blocks_engine: bool = False
@@ -88,6 +90,8 @@ class ExternalLoads:
         self._landed: dict[Request, Load] = {}
         self._asked: dict[Request, _Asked] = {}
         self._pending: set[Request] = set()
+        self._overdue: set[int] = set()
+        self._try_again_at = 0.0
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
 
     @property
@@ -109,6 +113,9 @@ class ExternalLoads:
         asked = self._asked.setdefault(request, _Asked())
         if asked.rounds >= _MAX_ROUNDS or request.looks_nothing_up:
             return Decision.ADMIT
+        if self._overdue and self._clock.now() < self._try_again_at:
+            self.counters["kv_load_lookups_skipped"] += 1
+            return Decision.ADMIT
         match = self._connector.get_num_new_matched_tokens(request, computed)
         self._pending.discard(request)
         if match.status is MatchStatus.PENDING:
@@ -117,7 +124,6 @@ class ExternalLoads:
         if match.status is MatchStatus.NONE:
             return Decision.ADMIT
         if not asked.rounds:
-            self.counters["external_prefix_cache_queries"] += request.num_tokens
             asked.local_boundary = computed.boundary
         asked.rounds = _MAX_ROUNDS
         request.shared_boundary = max(request.shared_boundary, match.shared_tokens)
@@ -144,6 +150,7 @@ class ExternalLoads:
         by_id = {load.load_id: request for request, load in self.loading.items()}
         back: list[Request] = []
         ended: list[Request] = []
+        self._overdue -= output.received
         for load_id in sorted(output.received):
             failed = failures.get(load_id, [])
             load = self._manager.loads.finish(load_id, failed)
@@ -156,9 +163,8 @@ class ExternalLoads:
             if not self._manager.pins.has_room():
                 # Blocks published meanwhile lie in slabs of their own; those pins are no need of anybody's.
                 self.release(request)
-            if not failed:
-                asked.loaded_boundary = load.boundary
-            elif self._fail(request, load):
+            asked.has_reported = True
+            if failed and self._fail(request, load):
                 ended.append(request)
                 continue
             back.append(request)
@@ -173,6 +179,8 @@ class ExternalLoads:
         for request in overdue:
             load = self.loading.pop(request)
             self._manager.loads.abandon(load)
+            self._overdue.add(load.load_id)
+            self._try_again_at = now + self._timeout_s
             self.counters["kv_load_timeouts"] += 1
             fails = self._fail(request, load)
             self._asked[request].rounds = _MAX_ROUNDS
@@ -199,7 +207,8 @@ class ExternalLoads:
         asked = self._asked.get(request)
         if asked is None or not asked.rounds:
             return
-        from_store = max(0, boundary - asked.local_boundary) if asked.loaded_boundary or asked.failed_boundary else 0
+        self.counters["external_prefix_cache_queries"] += request.num_tokens
+        from_store = max(0, boundary - asked.local_boundary) if asked.has_reported else 0
         if from_store:
             report.cached_by_tier = {"device": asked.local_boundary} if asked.local_boundary else {}
             report.cached_by_tier["store"] = from_store
