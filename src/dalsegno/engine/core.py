@@ -30,7 +30,7 @@ _LONGEST_WAIT_S = 1.0
 class EngineCore:
     """Requests in, tokens out. All methods are called on one thread, the engine thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - everything an engine is made of meets here
         self,
         worker: Worker,
         clock: Clock,
