@@ -114,7 +114,11 @@ class ExternalLoads:
         if asked.rounds >= _MAX_ROUNDS or request.looks_nothing_up:
             return Decision.ADMIT
         if self._overdue and self._clock.now() < self._try_again_at:
+            # Counts as a miss: the store does not answer.
             self.counters["kv_load_lookups_skipped"] += 1
+            if not asked.rounds:
+                asked.local_boundary = computed.boundary
+            asked.rounds = _MAX_ROUNDS
             return Decision.ADMIT
         match = self._connector.get_num_new_matched_tokens(request, computed)
         self._pending.discard(request)
