@@ -233,14 +233,32 @@ def test_two_hundred_short_requests_from_two_event_loops_leave_nothing(engine: A
     assert all(len(output.outputs[0].token_ids) == 5 for outputs in found.values() for output in outputs)
 
 
-def test_a_stream_is_read_by_one_task_at_a_time(engine: AsyncLLM) -> None:
-    async def run() -> None:
+def test_a_stream_is_read_by_one_task_at_a_time_and_the_first_is_not_disturbed(engine: AsyncLLM) -> None:
+    async def run() -> list[Any]:
         stream = engine.generate([1, 1, 1], LONG)
         await anext(stream)
         results = await asyncio.gather(anext(stream), anext(stream), return_exceptions=True)
-        assert any(isinstance(result, RequestError) for result in results)
+        await last(stream)
+        return list(results)
 
-    asyncio.run(run())
+    first, second = asyncio.run(run())
+    assert isinstance(first, RequestOutput)
+    assert isinstance(second, RequestError)
+
+
+def test_closing_a_stream_ends_the_wait_of_another_task(engine: AsyncLLM) -> None:
+    async def run() -> list[RequestOutput]:
+        stream = engine.generate([1, 1, 2], LONG)
+        reader = asyncio.create_task(_collect(stream))
+        await asyncio.sleep(0.05)
+        await stream.aclose()
+        return await asyncio.wait_for(reader, 30)
+
+    assert not any(output.finished for output in asyncio.run(run()))
+
+
+async def _collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
 
 
 def test_the_cache_is_reset_when_nothing_runs(engine: AsyncLLM) -> None:

@@ -75,6 +75,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._mailbox = _Mailbox()
         self._ticket = Ticket(self._mailbox)
         self._over = False
+        self._is_read = False
 
     def __aiter__(self) -> Self:
         return self
@@ -88,11 +89,16 @@ class OutputStream(AsyncIterator[RequestOutput]):
         """
         if self._over:
             raise StopAsyncIteration
+        if self._is_read:
+            raise RequestError("a stream is read by one task at a time, and another one is waiting for its next result")
+        self._is_read = True
         try:
             output = await self._await_output()
         except BaseException:
             self._close()
             raise
+        finally:
+            self._is_read = False
         if output.finished:
             self._finish()
         return output if self._request_id is None else dataclasses.replace(output, request_id=self._request_id)
@@ -114,8 +120,6 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     async def _await_output(self) -> RequestOutput:
         loop = asyncio.get_running_loop()
-        if self._mailbox.awaited is not None:
-            raise RequestError("a stream is read by one task at a time, and another one is waiting for its next result")
         if self._mailbox.loop is None:
             # Tokenising a long prompt takes longer than a loop may be held up.
             batch = await asyncio.to_thread(self._make)
@@ -135,6 +139,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
         if not self._over:
             self._thread.drop(self._ticket)
             self._finish()
+            # Another task may be waiting for the next result.
+            self._mailbox.fail(StopAsyncIteration())
 
     def _finish(self) -> None:
         self._over = True
