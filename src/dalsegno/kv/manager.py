@@ -28,7 +28,7 @@ from dalsegno.kv.tables import ComputedBlocks, RequestBlocks
 from dalsegno.kv.verify import verify_manager
 from dalsegno.prefix.checkpoints import checkpoint_boundaries
 from dalsegno.request import Request
-from dalsegno.types import BlockCopy, StateStep
+from dalsegno.types import NULL_BLOCK, BlockCopy, StateStep
 
 __all__ = ["KVCacheManager"]
 
@@ -279,10 +279,7 @@ class KVCacheManager:
             return False
         for load in self.loads.active.values():
             self.loads.abandon(load)
-        for group in range(len(self.layout.groups)):
-            for block in list(self.index.published(group)):
-                self.pool.unpublish(group, block)
-        self.evicted.clear()
+        self._unpublish_all()
         return True
 
     def forget_chain(self, request: Request) -> list[tuple[str, int, int]]:
@@ -298,10 +295,16 @@ class KVCacheManager:
         forgotten = []
         for group in self.layout.groups:
             for boundary in range(self.unit, len(request.block_hashes) * self.unit + 1, self.unit):
+                before = NULL_BLOCK
                 # A duplicate inherits what the block unpublished first vouched for.
                 while block := self.index.find(group.group_id, request.root_hash, request.block_hashes, boundary):
+                    if block == before:
+                        # Two chains name it, which only a fault of ours can bring about: no entry is to be trusted.
+                        self._unpublish_all()
+                        break
                     self.pool.unpublish(group.group_id, block)
                     forgotten.append((group.name, boundary, block))
+                    before = block
         if self.hand_offs.sink is not None:
             self.hand_offs.sink.forget_prefix(request)
         return forgotten
@@ -315,6 +318,13 @@ class KVCacheManager:
         verify_manager(self)
 
     # Inside.
+
+    def _unpublish_all(self) -> None:
+        for group in range(len(self.layout.groups)):
+            for block in list(self.index.published(group)):
+                self.pool.unpublish(group, block)
+        self.index.clear()
+        self.evicted.clear()
 
     def _find(self, request: Request, limit: int) -> ComputedBlocks:
         return find_hit(self.index, request.root_hash, request.block_hashes, limit)
