@@ -19,7 +19,6 @@ from dalsegno.connector.store.messages import LoadJob, ObjectRef, StepMeta, Stor
 from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.connector.store.worker import StoreWorker
-from dalsegno.errors import OptionError
 from dalsegno.kv.hand_off import HandOff, block_ends
 from dalsegno.kv.loads import Load
 from dalsegno.kv.tables import ComputedBlocks
@@ -60,8 +59,6 @@ def _open(settings: StoreSettings) -> Store:
     """Open the configured store; in Python "store" may also be one that is open."""
     given = settings.store.get("store")
     if given is not None and not isinstance(given, str):
-        if settings.offload_worker == "process":
-            raise OptionError("kv_connector_extra_config: offload_worker='process' needs a store it can open by itself")
         return cast(Store, given)
     from dalsegno.store.registry import open_store
 

@@ -1,5 +1,6 @@
 """Settings of the store connector: the keys of `kv_connector_extra_config` that are not the store's own."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,6 +11,7 @@ from dalsegno.options import check_integer, check_seconds
 
 __all__ = ["StoreSettings"]
 
+_SHARED_STORES = ("embedded",)
 _BOOLEANS = ("enable_lookup", "load_async", "save_decode_cache", "lookup_async")
 _SECONDS = ("lookup_timeout_s", "pressure_pause_s")
 
@@ -29,7 +31,8 @@ class StoreSettings:
         save_decode_cache: whether answers are stored; default: in role kv_both.
         cache_prefix: engines with different ones never hit each other.
         pressure_pause_s: when the store had no room, saves are skipped for so long before one is tried again.
-        offload_worker: what puts objects into the store: a "thread" of the engine's process, or a "process".
+        offload_worker: what puts objects into the store: a "thread" of the engine's process, or a "process", which
+            disturbs decode steps less and needs a store that several processes share; the default where there is one.
         store: the settings of the store itself.
 
     Raises:
@@ -46,7 +49,7 @@ class StoreSettings:
     save_decode_cache: bool | None = None
     cache_prefix: str = ""
     pressure_pause_s: float = 1.0
-    offload_worker: str = "thread"
+    offload_worker: str | None = None
     store: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,9 +62,14 @@ class StoreSettings:
                 raise OptionError(f"kv_connector_extra_config: {name} must be true or false, got {value!r}")
         for name in _SECONDS:
             check_seconds(name, getattr(self, name))
-        if self.offload_worker not in ("thread", "process"):
+        if self.offload_worker not in (None, "thread", "process"):
             raise OptionError(
                 f"kv_connector_extra_config: offload_worker must be thread or process, got {self.offload_worker!r}"
+            )
+        if self.offload_worker == "process" and not self._can_be_shared:
+            raise OptionError(
+                "kv_connector_extra_config: offload_worker='process' needs Linux and a store that processes share, "
+                f"such as 'embedded', got {self.store.get('store')!r}"
             )
         if not isinstance(self.cache_prefix, str):
             raise OptionError(f"kv_connector_extra_config: cache_prefix must be text, got {self.cache_prefix!r}")
@@ -79,6 +87,15 @@ class StoreSettings:
                 f"block_size={block_size}, got {settings.store_block_size}"
             )
         return settings
+
+    @property
+    def uses_process(self) -> bool:
+        """Whether a process of its own puts objects into the store."""
+        return self._can_be_shared if self.offload_worker is None else self.offload_worker == "process"
+
+    @property
+    def _can_be_shared(self) -> bool:
+        return sys.platform == "linux" and self.store.get("store", "embedded") in _SHARED_STORES
 
     def object_tokens(self, block_size: int) -> int:
         """Tokens per object of full attention: the setting, rounded up to whole blocks."""

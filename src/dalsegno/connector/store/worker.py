@@ -29,7 +29,7 @@ class StoreWorker(WorkerConnector):
         self._keys = keys
         self._context = context
         self._settings = settings
-        self.needs_shared_memory = settings.offload_worker == "process"
+        self.needs_shared_memory = settings.uses_process
         self._callback: Callable[[], None] = lambda: None
         self._reported_clears = 0
 
@@ -43,8 +43,7 @@ class StoreWorker(WorkerConnector):
         layout = self._context.layout
         pause = self._settings.pressure_pause_s
         self._sender: Sender | ProcessSender
-        if self._settings.offload_worker == "process":
-            assert memory.path is not None, "the memory was asked for as a shared one"
+        if self._settings.uses_process and memory.path is not None:
             setup = SenderSetup(self._settings.store, self._keys, layout, memory.path, pause)
             self._sender = ProcessSender(setup, self._progress)
         else:

@@ -16,6 +16,7 @@ import lmdb
 from dalsegno.store.base import Buffers, Status, num_buffer_bytes
 from dalsegno.store.embedded.catalog import Catalog
 from dalsegno.store.embedded.environment import DEFAULT_STORE_BYTES, TOTALS_KEY, Environment, open_environment
+from dalsegno.store.embedded.folder import Folder
 from dalsegno.store.embedded.pieces import scatter
 from dalsegno.store.embedded.records import PIECE_BYTES, Record, Totals, charge_of, piece_key
 from dalsegno.store.keys import StoreKey
@@ -69,6 +70,7 @@ class EmbeddedStore:
         self._open_again: Callable[[], Environment] = lambda: open_environment(
             Path(path), num_bytes, sync_interval_s, create=create
         )
+        self._folder = Folder(Path(path))
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._touched: deque[tuple[bytes, ...]] = deque()
         self._scratch = memoryview(bytearray(PIECE_BYTES))
@@ -79,7 +81,7 @@ class EmbeddedStore:
 
     def exists(self, keys: Sequence[StoreKey]) -> list[Status]:
         """See `Store.exists`."""
-        environment = self._environment
+        environment = self._environment or self._attach()
         if environment is None:
             return [Status.MISS] * len(keys)
         try:
@@ -115,7 +117,7 @@ class EmbeddedStore:
 
     def get(self, keys: Sequence[StoreKey], buffers: Sequence[Buffers]) -> list[Status]:
         """See `Store.get`."""
-        environment = self._environment
+        environment = self._environment or self._attach()
         if environment is None:
             return [Status.MISS] * len(keys)
         try:
@@ -126,7 +128,7 @@ class EmbeddedStore:
 
     def remove(self, keys: Sequence[StoreKey]) -> list[Status]:
         """See `Store.remove`."""
-        environment = self._environment
+        environment = self._environment or self._attach()
         if environment is None:
             return [Status.MISS] * len(keys)
         digests = [key.digest for key in keys]
@@ -219,6 +221,10 @@ class EmbeddedStore:
     def environment(self) -> Environment | None:
         """The open file; None while the disk has no room for one."""
         return self._environment
+
+    def _attach(self) -> Environment | None:
+        """Open the files if another process has found room for them since."""
+        return self._open() if self._folder.has_files() else None
 
     def _open(self) -> Environment | None:
         """Open the files unless the disk is too full for them; tried again at each put."""
