@@ -10,12 +10,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from rows import Row, command_line, parse_arguments, print_rows
 
 from dalsegno import LLM, SamplingParams
+from dalsegno.kv.layout import MemoryLayout
 from dalsegno.models.tiny import make_tiny_model
 
 TOKENS = 2_000
@@ -49,7 +51,14 @@ def child(folder: str, store: str, seed: int, *, resumes: bool) -> dict[str, Any
             "cold": cold.metrics.time_to_first_token,
             "warm": warm.metrics.time_to_first_token,
             "bytes": llm.stats()["kv_offload_load_bytes"] - before,
+            "least_bytes": bytes_of(llm.core.layout, warm.num_cached_tokens),
         }
+
+
+def bytes_of(layout: MemoryLayout, num_tokens: int) -> int:
+    """Bytes of the attention of so many tokens and of one state, without padding."""
+    parts = [(group, part) for group in layout.groups for layer in group.layers for part in layer.parts]
+    return sum(4 * prod(part.shape) * (1 if group.is_state else num_tokens) for group, part in parts)
 
 
 def run_child(folder: Path, store: Path, seed: int, *, resumes: bool) -> dict[str, Any]:
@@ -72,6 +81,7 @@ def main() -> None:
             second = run_child(folder, store, seed, resumes=True)
             assert second["hit"] >= first["hit"], f"the hit was {first['hit']} tokens and is {second['hit']}"
             assert second["answer"] == first["answer"], "the answers differ"
+            assert second["bytes"] >= second["least_bytes"], f"{second['bytes']} bytes read of {second['least_bytes']}"
             rounds.append(second)
     cold, warm = (statistics.median(found[name] for found in rounds) for name in ("cold", "warm"))
     rows = [
