@@ -1,5 +1,7 @@
 """Whatever happens to requests, store and reports: answers are cold, puts are right, and nothing is left behind."""
 
+from collections import Counter
+
 import pytest
 
 from tests.conftest import LONG
@@ -14,29 +16,35 @@ def test_every_answer_is_cold_and_every_put_is_right(seed: int) -> None:
     StoreRun(seed).play(NUM_STEPS)
 
 
+EVENTS = (
+    "audited",
+    "kv_loads",
+    "kv_load_failures",
+    "kv_load_timeouts",
+    "external_prefix_cache_hits",
+    "kv_offload_jobs",
+    "kv_offload_jobs_dropped",
+    "kv_offload_jobs_incomplete",
+    "kv_offload_allocation_failure",
+    "num_preemptions",
+    "num_evicted_blocks",
+    "request_success_abort",
+    "request_success_stop",
+)
+
+
 def test_the_runs_meet_what_they_are_made_for() -> None:
-    """Loads, failures, timeouts, drops, preemptions and resets do happen in them."""
-    seen: dict[str, float] = {}
-    for seed in range(1000, 1012):
+    """Loads, failures, timeouts, drops, preemptions and resets do happen in them.
+
+    When a store's threads come to run is not the seed's to say, so a few runs more may be needed than usual.
+    """
+    seen: Counter[str] = Counter()
+    for seed in range(1000, 1080):
         run = StoreRun(seed)
         run.play(250)
         for engine in run.engines:
-            for name, value in engine.core.stats().items():
-                seen[name] = seen.get(name, 0) + value
-        seen["audited"] = seen.get("audited", 0) + run.audit.num_audited
-    for name in (
-        "audited",
-        "kv_loads",
-        "kv_load_failures",
-        "kv_load_timeouts",
-        "external_prefix_cache_hits",
-        "kv_offload_jobs",
-        "kv_offload_jobs_dropped",
-        "kv_offload_jobs_incomplete",
-        "kv_offload_allocation_failure",
-        "num_preemptions",
-        "num_evicted_blocks",
-        "request_success_abort",
-        "request_success_stop",
-    ):
-        assert seen.get(name, 0) > 0, f"{name} never happens: {seen}"
+            seen.update(engine.core.stats())
+        seen["audited"] += run.audit.num_audited
+        if all(seen[name] > 0 for name in EVENTS):
+            return
+    assert {name: seen[name] for name in EVENTS if not seen[name]} == {}
