@@ -1,5 +1,6 @@
 """Real processes, a real tiny model and the embedded store: what one leaves behind the others resume."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from dalsegno import LLM, SamplingParams
+from dalsegno.errors import RequestError
 from tests.connector.processes import answers, start
 from tests.matrix.tiny_models import tiny_model
 
@@ -93,3 +95,43 @@ def test_a_killed_sender_costs_what_it_had_not_stored_and_is_replaced(tmp_path: 
             [output] = llm.generate([ids], params, use_tqdm=False)
             assert list(output.outputs[0].token_ids) == tokens
         assert output.num_cached_tokens == 288, "what the last process stored was not found"
+
+
+def test_a_fork_of_the_engines_process_is_told_to_make_its_own_engine(tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [prompt_of(100, seed) for seed in range(2)]
+    expected = cold([(ids, 4) for ids in prompts])
+    with LLM(tiny_model(MODEL), kv_store=str(tmp_path), kv_cache_memory_bytes=2**27, threads=1) as llm:
+        [before] = llm.generate(prompts[:1], params, use_tqdm=False)
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                llm.generate(prompts[1:], params, use_tqdm=False)
+            except RequestError:
+                llm.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        [after] = llm.generate(prompts[1:], params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in (before, after)] == expected
+        assert llm.core.wait_for_connector(60)
+        assert llm.stats()["kv_offload_jobs_incomplete"] == 0
+
+
+def test_a_relative_folder_is_the_same_one_for_the_sender_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    options: dict[str, Any] = {"kv_store": "store", "kv_store_bytes": 2**24, "kv_cache_memory_bytes": 2**27}
+    with LLM(tiny_model(MODEL), threads=1, **options) as llm:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        llm.generate([prompt_of(100)], params, use_tqdm=False)
+        assert llm.core.wait_for_connector(60)
+        assert llm.reset_prefix_cache()
+        [again] = llm.generate([prompt_of(100)], params, use_tqdm=False)
+    assert again.num_cached_tokens == 96
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -257,6 +257,22 @@ def test_closing_a_stream_ends_the_wait_of_another_task(engine: AsyncLLM) -> Non
     assert not any(output.finished for output in asyncio.run(run()))
 
 
+@pytest.mark.parametrize("way", ["aclose", "abort"])
+def test_a_request_that_is_ended_while_its_prompt_is_prepared_has_no_result(engine: AsyncLLM, way: str) -> None:
+    async def run() -> list[RequestOutput]:
+        stream = engine.generate([1, 1, 3], LONG, request_id="prepared")
+        with engine._making:
+            reader = asyncio.create_task(_collect(stream))
+            await asyncio.sleep(0.05)
+            if way == "abort":
+                await engine.abort("prepared")
+            else:
+                await stream.aclose()
+        return await asyncio.wait_for(reader, 30)
+
+    assert asyncio.run(run()) == []
+
+
 async def _collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 

@@ -20,8 +20,10 @@ class ConnectorPort:
     def __init__(self, connector: WorkerConnector | None = None, memory: BlockMemory | None = None) -> None:
         """Register `memory`, which outlives the port; None is no connector."""
         self.connector = connector or WorkerConnector()
-        self._woken = threading.Event()
-        self.connector.on_progress(self.wake)
+        self._changed = threading.Condition()
+        self._has_news = False
+        self._is_called = False
+        self.connector.on_progress(self._note_news)
         if memory is not None:
             self.connector.register_kv_caches(memory)
 
@@ -42,19 +44,29 @@ class ConnectorPort:
 
     def output(self) -> ConnectorOutput | None:
         """Return what there is to report, if anything."""
-        self._woken.clear()
+        self._has_news = False
         return collect_output(self.connector)
 
     def wait(self, timeout_s: float) -> bool:
         """Return when there may be something new since the last `output`, at the latest after `timeout_s` seconds.
 
-        Whether there may be.
+        Whether there may be, or `wake` was called since the last wait.
         """
-        return self._woken.wait(timeout_s)
+        with self._changed:
+            woken = self._changed.wait_for(lambda: self._has_news or self._is_called, timeout_s)
+            self._is_called = False
+            return woken
 
     def wake(self) -> None:
-        """End a wait; from any thread."""
-        self._woken.set()
+        """End this wait, or the next one; from any thread."""
+        with self._changed:
+            self._is_called = True
+            self._changed.notify_all()
+
+    def _note_news(self) -> None:
+        with self._changed:
+            self._has_news = True
+            self._changed.notify_all()
 
     def stats(self) -> dict[str, int | float]:
         """Counters of the worker side."""

@@ -124,9 +124,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
             # Tokenising a long prompt takes longer than a loop may be held up.
             batch = await asyncio.to_thread(self._make)
             self._mailbox.loop = loop
+            self._check_open()
             await asyncio.wrap_future(self._thread.submit(batch, [self._ticket]))
         elif self._mailbox.loop is not loop:
             raise RequestError("a stream belongs to the event loop in which its first result was asked for")
+        self._check_open()
         self._mailbox.awaited = loop.create_future()
         try:
             if not self._thread.await_output(self._ticket):
@@ -134,6 +136,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
             return await self._mailbox.awaited
         finally:
             self._mailbox.awaited = None
+
+    def _check_open(self) -> None:
+        """Whoever closed the stream while it was being prepared has ended the wait as well."""
+        if self._over:
+            raise StopAsyncIteration
 
     def _close(self) -> None:
         if not self._over:

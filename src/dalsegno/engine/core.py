@@ -149,7 +149,8 @@ class EngineCore:
         self._check_sound()
         self._broken = True
         self._poll()
-        plan = self.scheduler.schedule()
+        blocked = self.connection.loads.blocks_engine
+        plan = self.scheduler.push_plan() if blocked else self.scheduler.schedule()
         if plan is not None:
             self._num_idle_steps = 0
             self._execute(plan)
@@ -284,9 +285,6 @@ class EngineCore:
 
     def _poll(self) -> None:
         self._take_output()
-        while self.connection.loads.blocks_engine and not self._aborts:
-            self.worker.port.wait(_LONGEST_WAIT_S)
-            self._take_output()
         stops, self._stops = self._stops, []
         aborts, self._aborts = self._aborts, []
         for request_id, stop_reason in stops:

@@ -6,6 +6,7 @@ collector closes a stream that was dropped wherever it finds it, inside a step t
 """
 
 import hashlib
+import os
 import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -161,6 +162,7 @@ class FrontEnd:
         self._seed = seed
         self._num_submitted = 0
         self._samples: dict[str, _Sample] = {}
+        self._owner = os.getpid()
         self._closed = False
         # Held while the core is at work: who comes in between leaves his aborts to the step that is under way.
         self._busy = threading.Lock()
@@ -239,6 +241,9 @@ class FrontEnd:
         """
         if self._closed:
             return
+        if os.getpid() != self._owner:
+            self._closed = True
+            return
         with self._at_work():
             self._closed = True
             self._samples.clear()
@@ -253,6 +258,8 @@ class FrontEnd:
     def _at_work(self) -> Iterator[None]:
         if self._closed:
             raise RequestError("this engine has been closed; what was unfinished has been dropped")
+        if os.getpid() != self._owner:
+            raise RequestError("this engine belongs to the process that made it; a fork of that must make its own")
         if not self._busy.acquire(blocking=False):
             raise RequestError(
                 "this engine is in the middle of a step; use it from one thread, and not from inside one"

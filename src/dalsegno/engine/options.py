@@ -15,6 +15,7 @@ from dalsegno.connector.config import KVTransferConfig
 from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES, OURS_INSTEAD
 from dalsegno.errors import OptionError
 from dalsegno.options import check_foreign_options, check_integer, check_seconds
+from dalsegno.store.registry import MIN_STORE_BYTES
 
 __all__ = ["EngineOptions", "OptionSpec", "option_specs"]
 
@@ -183,11 +184,11 @@ class EngineOptions:
             if self.kv_store_bytes is not None:
                 raise OptionError(f"kv_store_bytes={self.kv_store_bytes!r} needs kv_store, the folder")
             return None
-        if not isinstance(self.kv_store, str) or not self.kv_store:
+        if not isinstance(self.kv_store, str) or not self.kv_store or "\0" in self.kv_store:
             raise OptionError(f"kv_store must be a folder, got {self.kv_store!r}")
         settings: dict[str, Any] = {"store": "embedded", "path": self.kv_store}
         if self.kv_store_bytes is not None:
-            settings["bytes"] = check_integer("kv_store_bytes", self.kv_store_bytes, 1)
+            settings["bytes"] = check_integer("kv_store_bytes", self.kv_store_bytes, MIN_STORE_BYTES)
         return KVTransferConfig("StoreConnector", kv_connector_extra_config=settings)
 
     def _check_verification(self) -> None:

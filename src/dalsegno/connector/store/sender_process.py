@@ -8,6 +8,7 @@ next push starts another process.
 import logging
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -77,6 +78,7 @@ class ProcessSender:
         """Start nothing yet; `on_progress` is called on a thread of this object's own."""
         self._setup = setup
         self._on_progress = on_progress
+        self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         # One guards what is told and counted, the other who starts and feeds the process.
@@ -115,7 +117,9 @@ class ProcessSender:
         return tuple(self._reports.popleft() for _ in range(len(self._reports)))
 
     def close(self) -> None:
-        """End the process behind the put it is at."""
+        """End the process behind the put it is at; in a fork of the engine's process nothing is done."""
+        if os.getpid() != self._owner:
+            return
         process, pipe = self._process, self._pipe
         if process is None or pipe is None:
             return
@@ -147,14 +151,16 @@ class ProcessSender:
                 logger.warning("the store's sender has exited")
             except OSError:
                 logger.exception("the store's sender cannot be started")
-                self._forget_jobs()
+                with self._lock:
+                    self._forget_jobs()
+                self._on_progress()
 
     def _start(self) -> None:
         # Not a child of multiprocessing, which would import the caller's main module a second time.
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment())
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=_environment(), process_group=0)
         self._pipe = Connection(ours.detach())
         self._pipe.send(replace(self._setup, cleared=self.cleared))
         threading.Thread(
@@ -187,19 +193,19 @@ class ProcessSender:
         """The process has exited unasked: nothing it was given will be reported by it."""
         logger.error("the store's sender has exited; %d jobs are not stored", len(self._pending))
         with self._lock:
+            # In one piece: what is pushed from here on belongs to the next process.
             self._process = None
             self._done.update(self._running)
             self._done["kv_offload_workers_lost"] += 1
             self._running = {}
-        self._forget_jobs()
+            self._forget_jobs()
+        self._on_progress()
 
     def _forget_jobs(self) -> None:
-        """Report every job that is pending as not stored, and every clearing as failed."""
-        with self._lock:
-            self.num_clears = self._lost_clears = self._asked_clears
-            self._reports.extend(JobReport(job_id) for job_id in self._pending)
-            self._pending.clear()
-        self._on_progress()
+        """Report every job that is pending as not stored, and every clearing as failed; the lock is held."""
+        self.num_clears = self._lost_clears = self._asked_clears
+        self._reports.extend(JobReport(job_id) for job_id in self._pending)
+        self._pending.clear()
 
 
 def _environment() -> dict[str, str]:
@@ -212,6 +218,8 @@ def serve(file: int) -> None:
     """Be the process: a sender over the engine's memory, fed from the socket `file` until that ends."""
     from dalsegno.store.registry import open_store
 
+    # A Ctrl-C is the engine's to answer; its end is the end of the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(file)
     setup: SenderSetup = pipe.recv()
     with open(setup.memory_path, "r+b") as slabs:
@@ -235,7 +243,8 @@ def serve(file: int) -> None:
                 sender.push(message)
             else:
                 sender.touch(*message)
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, OSError):
         pass  # the engine is gone
-    sender.close()
-    store.close()
+    finally:
+        sender.close()
+        store.close()

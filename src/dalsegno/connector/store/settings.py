@@ -1,5 +1,6 @@
 """Settings of the store connector: the keys of `kv_connector_extra_config` that are not the store's own."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -80,6 +81,9 @@ class StoreSettings:
         names = {entry.name for entry in fields(cls)} - {"store"}
         given = dict(config.kv_connector_extra_config)
         own = {name: given.pop(name) for name in list(given) if name in names}
+        if isinstance(given.get("path"), str) and given["path"]:
+            # Another process opens it too, perhaps when the working directory is another one.
+            given["path"] = os.path.abspath(given["path"])
         settings = cls(**own, store=given)
         if "store_block_size" in own and settings.store_block_size % block_size:
             raise OptionError(

@@ -10,6 +10,7 @@ Invariant: whenever this process writes, a reader of it (the anchor) is held on 
 import contextlib
 import logging
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -305,7 +306,7 @@ def _open(folder: Folder, num_bytes: int | None, sync_interval_s: float, *, crea
             if moved:
                 logger.warning("the store in %s does not open: moved to %s", folder.path, folder.path / "aside")
                 folder.move_aside()
-            budget = folder.create(DEFAULT_STORE_BYTES if num_bytes is None else num_bytes)
+            budget = folder.create(_default_budget(folder.path) if num_bytes is None else num_bytes)
             folder.reserve()
             environment = Environment(folder, users, map_bytes(budget), sync_interval_s)
             _set_budget(environment, budget, moved_aside=int(moved))
@@ -314,6 +315,11 @@ def _open(folder: Folder, num_bytes: int | None, sync_interval_s: float, *, crea
         os.close(users)
         raise
     return environment
+
+
+def _default_budget(path: Path) -> int:
+    """The default bound, or what takes a quarter of the disk's free space where that is less."""
+    return max(2**20, min(DEFAULT_STORE_BYTES, shutil.disk_usage(path).free // 4))
 
 
 def _open_existing(folder: Folder, users: int, num_bytes: int | None, sync_interval_s: float) -> Environment:
