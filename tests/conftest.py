@@ -1,11 +1,14 @@
 """Settings of every test run: sizes, hypothesis profiles, one torch thread, no network."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.small_disk import mounted
 
 if TYPE_CHECKING:
     from dalsegno.ops.native.library import Kernels
@@ -52,3 +55,9 @@ def kernels() -> "Kernels":
     if loaded is None:
         pytest.skip("no C compiler: the native kernels are not tested")
     return loaded
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB; tests that need one skip where nothing may be mounted."""
+    yield from mounted(tmp_path / "disk")

@@ -1,39 +1,13 @@
 """An engine on a store whose disk is full or fills up: right answers, and counters that say what happened."""
 
-import contextlib
 import random
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from dalsegno import LLM, SamplingParams
 from tests.matrix.tiny_models import tiny_model
+from tests.small_disk import fill
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], check=False, capture_output=True
-    )
-    if done.returncode:
-        pytest.skip(f"NOT TESTED: a small file system needs the right to mount: {done.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    ballast = disk / "ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return ballast
 
 
 def engine(store: Path | None, **extra: str) -> LLM:

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from dalsegno.store.embedded import EmbeddedStore, folder
 from dalsegno.store.embedded.inspection import list_store, verify_store
 from dalsegno.store.keys import StoreKey
 from dalsegno.testing.store_contract import make_key, pattern
+from tests.small_disk import fill
 from tests.store.objects import put_number, verified
 
 MIB = 2**20
@@ -273,26 +273,6 @@ def test_a_power_cut_costs_what_was_not_synced_and_nothing_else(
             assert numbers_there(store, range(60)) == synced
             assert put_number(store, 1000) is Status.OK
         monkeypatch.undo()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], check=False, capture_output=True
-    )
-    if done.returncode:
-        pytest.skip(f"NOT TESTED: a small file system needs the right to mount: {done.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(disk: Path) -> None:
-    with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
 
 
 def test_a_disk_that_fills_up_under_load_does_not_touch_the_store(small_disk: Path) -> None:

@@ -1,14 +1,14 @@
 """The receiver: a thread that reads the objects of loads into blocks, each verified before the load is reported."""
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from functools import partial
 
 from dalsegno.connector.base import BlockMemory
 from dalsegno.connector.store.keys import KeyMaker
 from dalsegno.connector.store.messages import LoadJob, StoredObject
+from dalsegno.connector.store.task_thread import TaskThread
 from dalsegno.connector.store.transfer import buffers_of, num_tokens_of
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.store.base import Status, Store
@@ -51,14 +51,12 @@ class Receiver:
         self._on_progress = on_progress
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self._done: deque[tuple[int, list[LoadFailure]]] = deque()
-        self._jobs: SimpleQueue[LoadJob | None] = SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="dalsegno-receiver", daemon=True)
-        self._thread.start()
+        self._thread = TaskThread("dalsegno-receiver")
 
     def push(self, job: LoadJob) -> None:
         """Queue a load."""
-        self._jobs.put(job)
+        self._thread.put(partial(self._run, job))
 
     def take(self) -> list[tuple[int, list[LoadFailure]]]:
         """Return and forget the loads that have ended, each with what failed."""
@@ -67,20 +65,18 @@ class Receiver:
     def close(self) -> None:
         """End the thread behind the read it is at; what is queued is not done."""
         self._closed = True
-        self._jobs.put(None)
-        self._thread.join(timeout=5.0)
+        self._thread.end()
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread still uses the store, which may hang."""
-        return self._thread.is_alive()
+        return self._thread.is_alive
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            failed = self._load(job)
-            failures = [LoadFailure(job.load_id, f.group_id, f.first_token, f.boundary) for f in failed]
-            self._done.append((job.load_id, failures))
-            self._on_progress()
+    def _run(self, job: LoadJob) -> None:
+        failed = self._load(job)
+        failures = [LoadFailure(job.load_id, f.group_id, f.first_token, f.boundary) for f in failed]
+        self._done.append((job.load_id, failures))
+        self._on_progress()
 
     def _load(self, job: LoadJob) -> list[StoredObject]:
         """Read a load's objects; return those that are not there or not right."""

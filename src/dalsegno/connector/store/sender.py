@@ -6,16 +6,15 @@ the store behind it.
 """
 
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
 
 from dalsegno.connector.base import BlockMemory
 from dalsegno.connector.store.keys import KeyMaker
 from dalsegno.connector.store.messages import JobReport, StepMeta, StoredObject, StoreJob
 from dalsegno.connector.store.pressure import PressureGate
+from dalsegno.connector.store.task_thread import TaskThread
 from dalsegno.connector.store.transfer import buffers_of, num_tokens_of
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.store.base import Status, Store
@@ -70,24 +69,23 @@ class Sender:
         self.num_clears = 0
         self.counters: Counter[str] = Counter(dict.fromkeys(SENDER_COUNTERS, 0))
         self._reports: deque[JobReport] = deque()
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="dalsegno-sender", daemon=True)
-        self._thread.start()
+        self._thread = TaskThread("dalsegno-sender")
 
     def push(self, step_meta: StepMeta) -> None:
         """Queue the jobs of a step, before them the clearing it asks for and behind them the removals."""
         self._epoch = step_meta.epoch
         if step_meta.clear:
-            self._tasks.put(lambda: self._clear(step_meta.epoch))
+            self._thread.put(partial(self._clear, step_meta.epoch))
         for job in step_meta.jobs:
-            self._tasks.put(partial(self._report, job))
+            self._thread.put(partial(self._report, job))
         for salt, objects in step_meta.removals:
             keys = [self._keys.key(salt, item) for item in objects]
-            self._tasks.put(partial(self._remove, keys))
+            self._thread.put(partial(self._attempt, self._store.remove, keys))
 
     def touch(self, salt: str, objects: Sequence[StoredObject]) -> None:
         """Queue the note that these objects were used."""
-        self._tasks.put(lambda: self._store.touch([self._keys.key(salt, item) for item in objects]))
+        keys = [self._keys.key(salt, item) for item in objects]
+        self._thread.put(partial(self._attempt, self._store.touch, keys))
 
     def take(self) -> tuple[JobReport, ...]:
         """Return and forget the reports that have come in."""
@@ -96,21 +94,20 @@ class Sender:
     def close(self) -> None:
         """End the thread behind the put it is at; what is queued is not done."""
         self._epoch = -1
-        self._tasks.put(None)
-        self._thread.join(timeout=5.0)
+        self._thread.end()
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread still uses the store, which may hang."""
-        return self._thread.is_alive()
+        return self._thread.is_alive
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception:
-                self.counters["kv_offload_store_errors"] += 1
-                logger.exception("a task of the sender failed")
+    def _attempt(self, call: Callable[[Sequence[StoreKey]], object], keys: Sequence[StoreKey]) -> None:
+        """Make a call whose outcome nobody waits for."""
+        try:
+            call(keys)
+        except Exception:
+            self.counters["kv_offload_store_errors"] += 1
+            logger.exception("a call of the store failed")
 
     def _clear(self, epoch: int) -> None:
         try:
@@ -121,9 +118,6 @@ class Sender:
             logger.exception("the store could not be emptied; it is not used until it can")
         self.num_clears += 1
         self._on_progress()
-
-    def _remove(self, keys: Sequence[StoreKey]) -> None:
-        self._store.remove(keys)
 
     def _report(self, job: StoreJob) -> None:
         stored: dict[StoreKey, StoredObject] = {}
