@@ -48,6 +48,8 @@ class StoreEngine:
         max_model_len: int = 2000,
         budget: int = 500,
         role: str = "kv_both",
+        world_size: int = 1,
+        put_step: Mapping[int, int] | None = None,
         identity: Mapping[str, str] = _IDENTITY,
         setup: Mapping[str, Any] | None = None,
         **extra: Any,
@@ -56,12 +58,15 @@ class StoreEngine:
         self.layout = make_layout(kinds, config, num_slabs=num_slabs)
         self.clock = FakeClock()
         settings = {"store": Unclosable(store), "store_block_size": 2 * block_size, **extra}
-        scheduler, worker = create_connector(
-            KVTransferConfig("StoreConnector", role, settings),
-            ConnectorContext(self.layout, config, identity, self.clock),
+        self.context = ConnectorContext(
+            self.layout, config, identity, self.clock, range(world_size), world_size, put_step or {}
         )
-        self.reports = UnrulyWorker(worker)
-        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connector=self.reports)
+        scheduler, workers = create_connector(KVTransferConfig("StoreConnector", role, settings), self.context)
+        self.ranks = [UnrulyWorker(worker) for worker in workers]
+        self.reports = self.ranks[0]
+        self.worker = FakeWorker(
+            self.layout, self.clock, vocab_size=VOCABULARY, connectors=self.ranks, put_step=put_step
+        )
         self.core = EngineCore(
             self.worker,
             self.clock,
@@ -69,7 +74,7 @@ class StoreEngine:
             config,
             SchedulerConfig(max_model_len, budget),
             debug=True,
-            connector=ConnectorSetup(scheduler, **(setup or {})),
+            connector=ConnectorSetup(scheduler, world_size, **(setup or {})),
         )
         self._count = 0
 

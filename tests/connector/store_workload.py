@@ -102,7 +102,7 @@ class Engine:
         }
         self.max_backlog_bytes = settings["max_store_backlog_bytes"]
         role = rng.choice(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"])
-        scheduler, worker = create_connector(
+        scheduler, (worker,) = create_connector(
             KVTransferConfig("StoreConnector", role, settings),
             ConnectorContext(self.layout, shape.config, {"weights": "w"}, self.clock),
         )
@@ -110,7 +110,7 @@ class Engine:
         self.connector = scheduler
         unruly = rng.random() < 0.5
         self.reports = UnrulyWorker(worker, rng, hold=0.5 * unruly, repeat=0.2 * unruly)
-        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connector=self.reports)
+        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connectors=[self.reports])
         self.worker.before_step = self.before_step
         setup = ConnectorSetup(scheduler, load_timeout_s=rng.choice([2.0, 30.0, 1000.0]), job_timeout_s=30.0)
         scheduling = SchedulerConfig(

@@ -147,7 +147,7 @@ def test_a_third_partys_connector_is_made_from_its_module(name: str) -> None:
         ("ClassConnector", "tests.connector.nowhere", ["'tests.connector.nowhere' cannot be imported"]),
         ("ClassConnectr", THIRD_PARTY, [THIRD_PARTY, "no connector 'ClassConnectr'"]),
         ("NotOneAtAll", THIRD_PARTY, [THIRD_PARTY, "no connector 'NotOneAtAll'"]),
-        ("OneSided", THIRD_PARTY, ["'OneSided'", "SchedulerConnector and a WorkerConnector", "str"]),
+        ("OneSided", THIRD_PARTY, ["'OneSided'", "SchedulerConnector and a sequence of 1 WorkerConnector", "'worker'"]),
         ("ClassConnector", "", ["kv_connector_module_path"]),
         ("ClassConnector", ".third_party", ["kv_connector_module_path"]),
     ],

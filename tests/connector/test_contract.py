@@ -6,29 +6,41 @@ import pytest
 
 from dalsegno.connector.base import SchedulerConnector, WorkerConnector
 from dalsegno.connector.config import KVTransferConfig
-from dalsegno.connector.registry import ConnectorContext, create_connector
+from dalsegno.connector.registry import ConnectorContext, Sides, create_connector
 from dalsegno.store.memory import MemoryStore
 from dalsegno.testing.connector_contract import ConnectorContract
 
 
 class TestBaseConnector(ConnectorContract):
-    def make(self, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-        return SchedulerConnector(), WorkerConnector()
+    def make(self, context: ConnectorContext) -> Sides:
+        return SchedulerConnector(), [WorkerConnector() for _ in context.ranks]
 
 
 class TestNullConnector(ConnectorContract):
-    def make(self, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    def make(self, context: ConnectorContext) -> Sides:
         return create_connector(KVTransferConfig("NullConnector"), context)
 
 
-@pytest.mark.parametrize("settings", [{}, {"lookup_async": True}, {"load_async": False}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "world_size", "put_step"),
+    [
+        ({}, 1, {}),
+        ({"lookup_async": True}, 1, {}),
+        ({"load_async": False}, 1, {}),
+        ({}, 2, {0: 2}),
+        ({"lookup_async": True}, 4, {0: 4, 1: 2}),
+    ],
+    ids=str,
+)
 class TestStoreConnector(ConnectorContract):
     finds_again = True
 
     @pytest.fixture(autouse=True)
-    def _settings(self, settings: dict[str, Any]) -> None:
+    def _settings(self, settings: dict[str, Any], world_size: int, put_step: dict[int, int]) -> None:
         self.settings = settings
+        self.world_size = world_size
+        self.put_step = put_step
 
-    def make(self, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+    def make(self, context: ConnectorContext) -> Sides:
         extra = {"store": MemoryStore(1 << 30), "store_block_size": 64, **self.settings}
         return create_connector(KVTransferConfig("StoreConnector", kv_connector_extra_config=extra), context)

@@ -86,16 +86,15 @@ def key_maker(item: str) -> KeyMaker:
     unit = given["hash_block_size"]
     config = CacheConfig(given["block_size"], unit, decode_checkpoint_interval=unit)
     layout = plan_layout(given["layers"], config, num_slabs=8)
-    context = ConnectorContext(
-        layout, config, given["identity"], FakeClock(), rank=given["rank"], world_size=given["world_size"]
-    )
+    context = ConnectorContext(layout, config, given["identity"], FakeClock(), [given["rank"]], given["world_size"])
     return KeyMaker(context, given["rank"], given["object_tokens"], given["cache_prefix"])
 
 
 def test_engines_that_differ_in_one_item_have_different_namespaces() -> None:
     """70"""
-    namespaces = {item: key_maker(item).namespace for item in ONE_ITEM}
-    assert len(set(namespaces.values())) == len(ONE_ITEM), namespaces
+    namespaces = {item: key_maker(item).namespaces for item in ONE_ITEM}
+    assert all(len(own) == 1 for own in namespaces.values())
+    assert len({own[0] for own in namespaces.values()}) == len(ONE_ITEM), namespaces
 
 
 def test_engines_that_agree_have_one_namespace_whatever_their_memory_and_rest() -> None:
@@ -106,13 +105,13 @@ def test_engines_that_agree_have_one_namespace_whatever_their_memory_and_rest() 
             plan_layout(BASE["layers"], config, num_slabs=num_slabs), config, identity, FakeClock()
         )
         maker = KeyMaker(replace(context, world_size=2), 0, 64, "")
-        assert maker.namespace == key_maker("nothing").namespace
+        assert maker.namespaces == key_maker("nothing").namespaces
 
 
 def test_golden_namespace_and_key() -> None:
     """A change of what a key or the bytes behind it mean must raise `KEY_FORMAT`, and shows here."""
     maker = key_maker("nothing")
-    assert maker.namespace == "125e3a20ff165b1bce04203a72cd5d8a"
+    assert maker.namespaces == ["125e3a20ff165b1bce04203a72cd5d8a"]
     key = maker.key(salt_tag("tenant"), StoredObject(2, 0, 48, BlockHash(bytes(range(32)))))
     assert key.text == (
         "dalsegno:125e3a20ff165b1bce04203a72cd5d8a:253e4a25baca4aed:state:48:000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"

@@ -35,7 +35,7 @@ KINDS += ("qwen3-window",)
 def run_engine(model: CausalLM, layout: MemoryLayout, store: MemoryStore, budget: int) -> list[list[int]]:
     """Prefill in chunks, preempt, abort, finish; return all tokens that were worked on."""
     clock = FakeClock()
-    scheduler, connector = create_connector(
+    scheduler, (connector,) = create_connector(
         KVTransferConfig("StoreConnector", "kv_both", {"store": Unclosable(store), "store_block_size": 2 * B}),
         ConnectorContext(layout, CONFIG, {"weights": "w"}, clock),
     )

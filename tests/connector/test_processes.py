@@ -80,7 +80,7 @@ def test_a_killed_sender_costs_what_it_had_not_stored_and_is_replaced(tmp_path: 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     expected = cold([(ids, 8) for ids in prompts])
     with LLM(tiny_model(MODEL), kv_transfer_config=config, kv_cache_memory_bytes=2**27, threads=1) as llm:
-        sender: Any = llm.core.worker.port.connector._sender  # type: ignore[attr-defined]
+        sender: Any = llm.core.worker.port.connectors[0]._sender  # type: ignore[attr-defined]
         for ids, tokens in zip(prompts, expected, strict=True):
             [output] = llm.generate([ids], params, use_tqdm=False)
             assert list(output.outputs[0].token_ids) == tokens

@@ -23,7 +23,7 @@ def test_the_hit_stops_where_one_rank_lacks_one_object(world_size: int) -> None:
     """44: whichever rank, group and boundary it is."""
     config = CacheConfig(B, H)
     layout = make_layout("as", config)
-    context = ConnectorContext(layout, config, {"weights": "w"}, FakeClock(), world_size=world_size)
+    context = ConnectorContext(layout, config, {"weights": "w"}, FakeClock(), range(world_size), world_size)
     store = MemoryStore()
     extra = {"store": store, "store_block_size": B}
     scheduler, _ = create_connector(KVTransferConfig("StoreConnector", kv_connector_extra_config=extra), context)

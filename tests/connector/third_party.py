@@ -2,7 +2,7 @@
 
 from dalsegno.connector.base import SchedulerConnector, WorkerConnector
 from dalsegno.connector.config import KVTransferConfig
-from dalsegno.connector.registry import ConnectorContext
+from dalsegno.connector.registry import ConnectorContext, Sides
 
 __all__ = ["ClassConnector", "NotOneAtAll", "OneSided", "function_connector"]
 
@@ -11,8 +11,8 @@ class ClassConnector(SchedulerConnector):
     """A class with a class method `create`."""
 
     @classmethod
-    def create(cls, config: KVTransferConfig, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-        return cls(), WorkerConnector()
+    def create(cls, config: KVTransferConfig, context: ConnectorContext) -> Sides:
+        return cls(), [WorkerConnector() for _ in context.ranks]
 
 
 class OneSided:
@@ -23,11 +23,9 @@ class OneSided:
         return SchedulerConnector(), "worker"
 
 
-def function_connector(
-    config: KVTransferConfig, context: ConnectorContext
-) -> tuple[SchedulerConnector, WorkerConnector]:
+def function_connector(config: KVTransferConfig, context: ConnectorContext) -> Sides:
     """A function that makes both sides."""
-    return ClassConnector(), WorkerConnector()
+    return ClassConnector(), [WorkerConnector() for _ in context.ranks]
 
 
 NotOneAtAll = 3

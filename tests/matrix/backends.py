@@ -56,7 +56,9 @@ def fake_backend(kinds: str) -> Backend:
         997,
         clock,
         1,
-        lambda layout, logits, connector: FakeWorker(layout, clock, connector=connector),
+        lambda layout, logits, connector: FakeWorker(
+            layout, clock, connectors=[] if connector is None else [connector]
+        ),
     )
 
 

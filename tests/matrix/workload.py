@@ -152,7 +152,7 @@ def connect(
     }
     settings = {"store": stores[cell.store](), "store_block_size": 2 * cell.block_size}
     context = ConnectorContext(layout, config, {"backend": backend.name}, backend.clock)
-    scheduler, worker = create_connector(KVTransferConfig("StoreConnector", "kv_both", settings), context)
+    scheduler, (worker,) = create_connector(KVTransferConfig("StoreConnector", "kv_both", settings), context)
     return ConnectorSetup(scheduler), worker
 
 

@@ -63,19 +63,21 @@ class ExternalMatch:
 
 @dataclass(slots=True)
 class ConnectorOutput:
-    """What the worker side reports, of all ranks.
+    """What the worker side of one rank reports. The engine acts on an id when the last rank has named it.
 
     Attributes:
         sent: ids of requests whose blocks a connector that asked for `delay_free` needs no longer.
-        received: ids of loads that every rank has reported, the failed ones included.
+        received: ids of loads that have ended, the failed ones included.
         failed: what of those loads was not restored.
         worker_meta: the connector's own, made by `build_connector_worker_meta`.
+        rank: whose report it is.
     """
 
     sent: set[str] = field(default_factory=set)
     received: set[int] = field(default_factory=set)
     failed: list[LoadFailure] = field(default_factory=list)
     worker_meta: Any = None
+    rank: int = 0
 
 
 class BlockMemory(Protocol):
@@ -146,7 +148,7 @@ class SchedulerConnector:
         return ExternalMatch(MatchStatus.NONE)
 
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
-        """A hit was taken: `load.targets` are to be filled. They stay pinned until the load is reported received."""
+        """A hit was taken: `load.targets` are to be filled. They stay pinned until every rank has reported the load."""
 
     def register_partial_tail(
         self, request: Request, block_ids: Sequence[Sequence[int]], offloads: Iterable[HandOff]
@@ -193,7 +195,11 @@ class SchedulerConnector:
         return None
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """Take what the worker side reported. Ids may be unknown, late or repeated."""
+        """Take what a rank reported. Ids may be unknown, late or repeated.
+
+        The engine reads `sent`, `received` and `failed` behind this call, so that a connector made of others can say
+        for all of them.
+        """
 
     def has_pending_push_work(self) -> bool:
         """Whether `build_connector_meta` has something to say even if no request runs."""
@@ -259,10 +265,10 @@ class WorkerConnector:
         """End threads and processes; what was not reported never is."""
 
 
-def collect_output(connector: WorkerConnector) -> ConnectorOutput | None:
-    """Ask a worker side for everything it has to report; None for nothing."""
+def collect_output(connector: WorkerConnector, rank: int = 0) -> ConnectorOutput | None:
+    """Ask the worker side of `rank` for everything it has to report; None for nothing."""
     sent, received, failed = connector.get_finished()
     worker_meta = connector.build_connector_worker_meta()
     if not sent and not received and not failed and worker_meta is None:
         return None
-    return ConnectorOutput(sent, received, failed, worker_meta)
+    return ConnectorOutput(sent, received, failed, worker_meta, rank)

@@ -2,14 +2,14 @@
 
 from dalsegno.connector.base import SchedulerConnector, WorkerConnector
 from dalsegno.connector.config import KVTransferConfig
-from dalsegno.connector.registry import ConnectorContext
+from dalsegno.connector.registry import ConnectorContext, Sides
 from dalsegno.errors import OptionError
 
 __all__ = ["create"]
 
 
-def create(config: KVTransferConfig, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-    """Make both sides.
+def create(config: KVTransferConfig, context: ConnectorContext) -> Sides:
+    """Make the sides.
 
     Raises:
         OptionError: it is given settings; it has none.
@@ -18,4 +18,4 @@ def create(config: KVTransferConfig, context: ConnectorContext) -> tuple[Schedul
         raise OptionError(
             f"NullConnector has no settings, got kv_connector_extra_config={dict(config.kv_connector_extra_config)!r}"
         )
-    return SchedulerConnector(), WorkerConnector()
+    return SchedulerConnector(), [WorkerConnector() for _ in context.ranks]

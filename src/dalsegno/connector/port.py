@@ -1,7 +1,8 @@
 """A worker's end of the connector: steps go in, reports come out, and whoever waits is woken."""
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dalsegno.connector.base import BlockMemory, ConnectorOutput, WorkerConnector, collect_output
@@ -11,21 +12,21 @@ __all__ = ["ConnectorPort"]
 
 
 class ConnectorPort:
-    """Drives a worker side, in the order a step has. Used on the engine thread only, but for `wake`.
+    """Drives the worker sides of all ranks, in the order a step has. Used on the engine thread only, but for `wake`.
 
     Attributes:
-        connector: the worker side.
+        connectors: the worker sides, by rank; none without a connector.
     """
 
-    def __init__(self, connector: WorkerConnector | None = None, memory: BlockMemory | None = None) -> None:
-        """Register `memory`, which outlives the port; None is no connector."""
-        self.connector = connector or WorkerConnector()
+    def __init__(self, connectors: Sequence[WorkerConnector] = (), memories: Sequence[BlockMemory] = ()) -> None:
+        """Register each rank's memory, which outlives the port."""
+        self.connectors = tuple(connectors)
         self._changed = threading.Condition()
         self._has_news = False
         self._is_called = False
-        self.connector.on_progress(self._note_news)
-        if memory is not None:
-            self.connector.register_kv_caches(memory)
+        for connector, memory in zip(self.connectors, memories, strict=True):
+            connector.on_progress(self._note_news)
+            connector.register_kv_caches(memory)
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
@@ -36,19 +37,22 @@ class ConnectorPort:
         if plan.connector_meta is None:
             yield
             return
-        self.connector.start_load_kv(plan.connector_meta)
         try:
+            for connector in self.connectors:
+                connector.start_load_kv(plan.connector_meta)
             yield
         finally:
-            self.connector.wait_for_save(plan.connector_meta)
+            for connector in self.connectors:
+                connector.wait_for_save(plan.connector_meta)
 
-    def output(self) -> ConnectorOutput | None:
-        """Return what there is to report, if anything."""
+    def outputs(self) -> list[ConnectorOutput]:
+        """Return what there is to report, at most once per rank."""
         self._has_news = False
-        return collect_output(self.connector)
+        found = [collect_output(connector, rank) for rank, connector in enumerate(self.connectors)]
+        return [output for output in found if output is not None]
 
     def wait(self, timeout_s: float) -> bool:
-        """Return when there may be something new since the last `output`, at the latest after `timeout_s` seconds.
+        """Return when there may be something new since the last `outputs`, at the latest after `timeout_s` seconds.
 
         Whether there may be, or `wake` was called since the last wait.
         """
@@ -69,9 +73,13 @@ class ConnectorPort:
             self._changed.notify_all()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of the worker side."""
-        return dict(self.connector.stats())
+        """Counters of the worker sides, summed over the ranks."""
+        total: Counter[str] = Counter()
+        for connector in self.connectors:
+            total.update(dict(connector.stats()))
+        return dict(total)
 
     def close(self) -> None:
-        """Shut the worker side down; what it has not reported it never will."""
-        self.connector.shutdown()
+        """Shut the worker sides down; what they have not reported they never will."""
+        for connector in self.connectors:
+            connector.shutdown()

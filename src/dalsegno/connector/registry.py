@@ -1,12 +1,13 @@
 """Connectors by name, loaded when they are asked for; third parties' by module path.
 
-A connector is a function `create(config, context)` that returns its two sides. A third party's module has one under
-the connector's name; a class with a class method `create` will do as well.
+A connector is a function `create(config, context)` that returns its two sides: the scheduler's, and one worker side for
+each rank of the context. A third party's module has one under the connector's name; a class with a class method
+`create` will do as well.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dalsegno.config import CacheConfig
 from dalsegno.connector.base import SchedulerConnector, WorkerConnector
@@ -16,7 +17,7 @@ from dalsegno.kv.layout import MemoryLayout
 from dalsegno.options import nearest_name
 from dalsegno.types import Clock
 
-__all__ = ["CONNECTORS", "ConnectorContext", "create_connector"]
+__all__ = ["CONNECTORS", "ConnectorContext", "Sides", "create_connector"]
 
 CONNECTORS = {
     "NullConnector": "dalsegno.connector.null",
@@ -34,33 +35,51 @@ class ConnectorContext:
         cache_config: block and hash unit sizes.
         identity: what says that two engines compute the same bytes: digests of weights and model config, dtypes.
         clock: the engine's.
-        rank, world_size: which shard of the model the worker side holds, of how many.
+        ranks: the shards of the model that are held in this process, each with a worker side of its own.
+        world_size: of how many.
+        put_step: by group, how many neighbouring ranks hold the same bytes of it; 1 where nothing is said.
     """
 
     layout: MemoryLayout
     cache_config: CacheConfig
     identity: Mapping[str, str]
     clock: Clock
-    rank: int = 0
+    ranks: Sequence[int] = (0,)
     world_size: int = 1
+    put_step: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that every rank exists, and that ranks with the same bytes come in whole neighbourhoods."""
+        assert all(0 <= rank < self.world_size for rank in self.ranks), f"of {self.world_size} ranks: {self.ranks}"
+        for group, step in self.put_step.items():
+            assert step > 0 == self.world_size % step, f"group {group}: {self.world_size} ranks by {step}"
 
 
-_Factory = Callable[[KVTransferConfig, ConnectorContext], tuple[SchedulerConnector, WorkerConnector]]
+Sides = tuple[SchedulerConnector, Sequence[WorkerConnector]]
+"""The scheduler's side of a connector, and a worker side for each rank of the context."""
+
+_Factory = Callable[[KVTransferConfig, ConnectorContext], Sides]
 
 
-def create_connector(config: KVTransferConfig, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
+def create_connector(config: KVTransferConfig, context: ConnectorContext) -> Sides:
     """Make both sides of the configured connector.
 
     Raises:
         OptionError: there is no such connector or module, or it refuses its settings.
     """
-    scheduler, worker = _factory(config)(config, context)
-    if not isinstance(scheduler, SchedulerConnector) or not isinstance(worker, WorkerConnector):
+    scheduler, workers = _factory(config)(config, context)
+    if not isinstance(scheduler, SchedulerConnector) or not _are_worker_sides(workers, len(context.ranks)):
         raise OptionError(
-            f"kv_connector={config.kv_connector!r}: create must return a SchedulerConnector and a WorkerConnector, "
-            f"got {type(scheduler).__name__} and {type(worker).__name__}"
+            f"kv_connector={config.kv_connector!r}: create must return a SchedulerConnector and a sequence of "
+            f"{len(context.ranks)} WorkerConnector, got {type(scheduler).__name__} and {workers!r:.80}"
         )
-    return scheduler, worker
+    return scheduler, workers
+
+
+def _are_worker_sides(given: object, count: int) -> bool:
+    if not isinstance(given, Sequence) or len(given) != count:
+        return False
+    return all(isinstance(worker, WorkerConnector) for worker in given)
 
 
 def _factory(config: KVTransferConfig) -> _Factory:

@@ -134,7 +134,7 @@ def _connector(
         "config": config_fingerprint(path),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    scheduler, worker = create_connector(config, replace(context, identity=identity))
+    scheduler, (worker,) = create_connector(config, replace(context, identity=identity))
     setup = ConnectorSetup(
         scheduler,
         load_timeout_s=options.kv_load_timeout_s,

@@ -293,9 +293,8 @@ class EngineCore:
             self._updates += self.scheduler.finish(request_id, FinishReason.ABORT, self.clock.now())
 
     def _take_output(self) -> None:
-        output = self.worker.port.output()
         now = self.clock.now()
-        if output is not None:
+        for output in self.worker.port.outputs():
             self._updates += self.scheduler.update_connector(output, now)
         self._updates += self.scheduler.expire_loads(now)
 

@@ -13,6 +13,7 @@ from dalsegno.kv.index import PrefixIndex
 from dalsegno.kv.layout import GroupSpec
 from dalsegno.kv.pins import BlockPins
 from dalsegno.kv.pool import SlabPool
+from dalsegno.kv.ranks import RankReports
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.request import Request
 from dalsegno.types import NULL_BLOCK, BlockHash, LoadFailure
@@ -32,6 +33,8 @@ class Load:
         local_boundary: what was there before.
         targets: per group, block index to the block that is to be filled; a state's index is 0.
         pins: (group, block) of everything the load holds.
+        reports: ranks that have reported.
+        failures: what they could not restore.
         wanted: whether the request still waits; else nothing is published.
     """
 
@@ -42,12 +45,19 @@ class Load:
     boundary: int
     local_boundary: int
     targets: tuple[dict[int, int], ...]
+    reports: RankReports
+    failures: list[LoadFailure] = field(default_factory=list)
     pins: list[tuple[int, int]] = field(default_factory=list)
     wanted: bool = True
 
 
 class Loads:
-    """Loads from their start to the report of the last rank. Used on the engine thread only."""
+    """Loads from their start to the report of the last rank. Used on the engine thread only.
+
+    Attributes:
+        active: loads that some rank has not reported, by id.
+        world_size: how many ranks there are.
+    """
 
     def __init__(self, index: PrefixIndex, pool: SlabPool, pins: BlockPins) -> None:
         """Take targets from `pool` and publish them to `index`."""
@@ -56,6 +66,7 @@ class Loads:
         self._pins = pins
         self._count = 0
         self.active: dict[int, Load] = {}
+        self.world_size = 1
 
     def start(self, request: Request, computed: ComputedBlocks, boundary: int) -> Load | None:
         """Pin what is there, and take a block for everything else that `boundary` needs.
@@ -91,6 +102,7 @@ class Loads:
             boundary=boundary,
             local_boundary=computed.boundary,
             targets=tuple(dict(zip(at, blocks, strict=True)) for at, blocks in zip(missing, taken, strict=True)),
+            reports=RankReports(self.world_size),
             pins=local,
         )
         for group_id, blocks in enumerate(taken):
@@ -104,26 +116,32 @@ class Loads:
         self.active[load.load_id] = load
         return load
 
-    def finish(self, load_id: int, failures: Iterable[LoadFailure]) -> Load | None:
-        """Every rank has reported: publish what is verified, if it is still wanted, and free the rest.
+    def report(self, load_id: int, rank: int, failures: Iterable[LoadFailure]) -> Load | None:
+        """Take a rank's report. Behind the last one publish what every rank has, if it is wanted, and free the rest.
 
         What is published stays pinned until `release`.
 
         Returns:
-            The load if somebody waits for it; None for one nobody wants and for an id that is not active.
+            The load if that was the last report and somebody waits for it; None otherwise, and for an id that is not
+            active.
         """
-        load = self.active.pop(load_id, None)
-        if load is None:
+        load = self.active.get(load_id)
+        if load is None or load.reports.has(rank):
             return None
+        load.failures += failures
+        if not load.reports.add(rank):
+            return None
+        del self.active[load_id]
         if not load.wanted:
             self.release(load)
             return None
-        failed = list(failures)
         for group in self._index.groups:
             for position, block in load.targets[group.group_id].items():
                 end = load.boundary if group.is_state else min((position + 1) * group.block_size, load.boundary)
                 start = 0 if group.is_state else position * group.block_size
-                if any(f.group_id == group.group_id and f.first_token < end and start < f.boundary for f in failed):
+                if any(
+                    f.group_id == group.group_id and f.first_token < end and start < f.boundary for f in load.failures
+                ):
                     self._give_back(load, group.group_id, block)
                     continue
                 published = self._index.publish(group.group_id, load.root, load.hashes, end, block)

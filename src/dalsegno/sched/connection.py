@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from dalsegno.connector.base import BoundPool, ConnectorOutput, SchedulerConnector
 from dalsegno.kv.manager import KVCacheManager
+from dalsegno.kv.ranks import RankReports
 from dalsegno.request import Request
 from dalsegno.sched.external import ExternalLoads
 from dalsegno.types import Clock, StepPlan
@@ -20,7 +21,8 @@ class ConnectorSetup:
     """A connector and how long the engine waits for it, in seconds.
 
     Attributes:
-        connector: the scheduler side; its worker side belongs to the worker.
+        connector: the scheduler side; its worker sides belong to the worker.
+        world_size: how many worker sides there are, one per rank.
         load_timeout_s: a request for its load; then it goes on without.
         job_timeout_s: an answer that is to name what is stored, for its store jobs.
         close_timeout_s: `close` for all store jobs; then they are dropped.
@@ -28,6 +30,7 @@ class ConnectorSetup:
     """
 
     connector: SchedulerConnector = field(default_factory=SchedulerConnector)
+    world_size: int = 1
     load_timeout_s: float = 30.0
     job_timeout_s: float = 30.0
     close_timeout_s: float = 30.0
@@ -47,6 +50,8 @@ class Connection:
         self.connector = setup.connector
         self.connector.bind_block_pool(BoundPool(manager.layout, manager.index, manager.pins))
         manager.bind_connector(self.connector)
+        manager.loads.world_size = setup.world_size
+        self._world_size = setup.world_size
         self.loads = ExternalLoads(
             manager,
             self.connector,
@@ -55,8 +60,8 @@ class Connection:
             fails_requests=setup.load_failure_ends_request,
         )
         self._manager = manager
-        # Ended requests whose tables the connector asked to keep, by id.
-        self._kept: dict[str, Request] = {}
+        # Ended requests whose tables the connector asked to keep, by id, and the ranks that need them no longer.
+        self._kept: dict[str, tuple[Request, RankReports]] = {}
 
     @property
     def has_push_work(self) -> bool:
@@ -89,7 +94,7 @@ class Connection:
         keeps_tail = self.connector.register_finished_partial_tail(request, tables, offloads)
         keeps, request.kv_transfer_answer = self.connector.request_finished(request, tables)
         if keeps_tail or keeps:
-            self._kept[request.request_id] = request
+            self._kept[request.request_id] = request, RankReports(self._world_size)
         return keeps_tail or keeps
 
     def ended(self, request: Request) -> None:
@@ -98,9 +103,10 @@ class Connection:
         _, request.kv_transfer_answer = self.connector.request_finished(request, tables)
 
     def take(self, output: ConnectorOutput) -> tuple[list[Request], list[Request]]:
-        """Take what the worker side reports; requests that go on after a load, and those it ends."""
-        self._free(request_id for request_id in output.sent if request_id in self._kept)
+        """Take what a rank reports; requests that go on after a load, and those it ends."""
         self.connector.update_connector_output(output)
+        sent = [request_id for request_id in output.sent if request_id in self._kept]
+        self._free(request_id for request_id in sent if self._kept[request_id][1].add(output.rank))
         return self.loads.take(output)
 
     def free_kept(self) -> None:
@@ -109,7 +115,7 @@ class Connection:
 
     def _free(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._manager.free(self._kept.pop(request_id))
+            self._manager.free(self._kept.pop(request_id)[0])
 
     def _computed_tables(self, request: Request) -> list[Sequence[int]]:
         """The request's tables, as far as their tokens are computed."""

@@ -154,10 +154,8 @@ class ExternalLoads:
         by_id = {load.load_id: request for request, load in self.loading.items()}
         back: list[Request] = []
         ended: list[Request] = []
-        self._overdue -= output.received
         for load_id in sorted(output.received):
-            failed = failures.get(load_id, [])
-            load = self._manager.loads.finish(load_id, failed)
+            load = self._manager.loads.report(load_id, output.rank, failures.get(load_id, ()))
             if load is None:
                 continue
             request = by_id[load_id]
@@ -168,10 +166,11 @@ class ExternalLoads:
                 # Blocks published meanwhile lie in slabs of their own; those pins are no need of anybody's.
                 self.release(request)
             asked.has_reported = True
-            if failed and self._fail(request, load):
+            if load.failures and self._fail(request, load):
                 ended.append(request)
                 continue
             back.append(request)
+        self._overdue &= self._manager.loads.active.keys()
         return back, ended
 
     def expire(self) -> tuple[list[Request], list[Request]]:

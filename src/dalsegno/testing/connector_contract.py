@@ -8,7 +8,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -21,7 +23,7 @@ from dalsegno.connector.base import (
     WorkerConnector,
     collect_output,
 )
-from dalsegno.connector.registry import ConnectorContext
+from dalsegno.connector.registry import ConnectorContext, Sides
 from dalsegno.engine.core import EngineCore
 from dalsegno.kv.hand_off import HandOff
 from dalsegno.kv.manager import KVCacheManager
@@ -54,8 +56,14 @@ class ContractEngine:
         self.layout = make_layout("aws", _CONFIG, num_slabs=num_slabs)
         self.clock = FakeClock()
         identity = {"weights": "w", "config": "c", "dtype": "int64"}
-        scheduler, worker_side = contract.make(ConnectorContext(self.layout, _CONFIG, identity, self.clock))
-        self.worker = FakeWorker(self.layout, self.clock, vocab_size=_VOCABULARY, connector=worker_side)
+        ranks = range(contract.world_size)
+        context = ConnectorContext(
+            self.layout, _CONFIG, identity, self.clock, ranks, len(ranks), put_step=contract.put_step
+        )
+        scheduler, worker_sides = contract.make(context)
+        self.worker = FakeWorker(
+            self.layout, self.clock, vocab_size=_VOCABULARY, connectors=worker_sides, put_step=contract.put_step
+        )
         limits = SchedulerConfig(max_model_len=1000, max_num_batched_tokens=100)
         self.core = EngineCore(
             self.worker,
@@ -64,7 +72,7 @@ class ContractEngine:
             _CONFIG,
             limits,
             debug=True,
-            connector=ConnectorSetup(scheduler, close_timeout_s=_SETTLE_S),
+            connector=ConnectorSetup(scheduler, world_size=len(ranks), close_timeout_s=_SETTLE_S),
         )
         self.outputs: list[ConnectorOutput] = []
         self.foreign_calls: list[str] = []
@@ -94,9 +102,9 @@ class ContractEngine:
         assert self.core.wait_for_connector(_SETTLE_S), f"jobs are never reported: {self.core.stats()}"
         self.core.verify()
         assert not self.core.manager.pins.counts, "pins are left"
-        received = Counter(load_id for output in self.outputs for load_id in output.received)
+        received = Counter((load_id, output.rank) for output in self.outputs for load_id in output.received)
         assert set(received.values()) <= {1}, f"loads were reported more than once: {received}"
-        assert len(received) == self.core.stats()["kv_loads"], "a load was not reported"
+        assert len(received) == self.core.stats()["kv_loads"] * len(self.worker.memories), "a load was not reported"
         assert not self.foreign_calls, f"pins were given or taken on another thread: {self.foreign_calls}"
 
     def close(self) -> None:
@@ -105,12 +113,11 @@ class ContractEngine:
 
     def _watch(self) -> None:
         port, pins, here = self.worker.port, self.core.manager.pins, threading.get_ident()
-        output = port.output
+        outputs = port.outputs
 
-        def recorded() -> ConnectorOutput | None:
-            found = output()
-            if found is not None:
-                self.outputs.append(found)
+        def recorded() -> list[ConnectorOutput]:
+            found = outputs()
+            self.outputs += map(replace, found)
             return found
 
         def on_this_thread(name: str, call: Callable[..., None]) -> Callable[..., None]:
@@ -121,7 +128,7 @@ class ContractEngine:
 
             return checked
 
-        setattr(port, "output", recorded)  # noqa: B010
+        setattr(port, "outputs", recorded)  # noqa: B010
         setattr(pins, "pin", on_this_thread("pin", pins.pin))  # noqa: B010
         setattr(pins, "unpin", on_this_thread("unpin", pins.unpin))  # noqa: B010
 
@@ -132,8 +139,14 @@ class ConnectorContract:
     finds_again = False
     """Whether a prompt is found again when the local cache has been flushed."""
 
-    def make(self, context: ConnectorContext) -> tuple[SchedulerConnector, WorkerConnector]:
-        """Make both sides of a connector that has nothing stored yet."""
+    world_size = 1
+    """How many ranks the engine has."""
+
+    put_step: Mapping[int, int] = MappingProxyType({})
+    """See `ConnectorContext`."""
+
+    def make(self, context: ConnectorContext) -> Sides:
+        """Make the sides of a connector that has nothing stored yet."""
         raise NotImplementedError
 
     # What it answers where it has nothing.
@@ -312,13 +325,13 @@ class ConnectorContract:
     def _bare(self) -> tuple[SchedulerConnector, WorkerConnector, KVCacheManager]:
         """Both sides, bound and registered, without an engine."""
         layout, clock = make_layout("aws", _CONFIG), FakeClock()
-        scheduler, worker = self.make(ConnectorContext(layout, _CONFIG, {"weights": "w"}, clock))
+        scheduler, (worker,) = self.make(ConnectorContext(layout, _CONFIG, {"weights": "w"}, clock))
         manager = KVCacheManager(layout, _CONFIG, max_step_tokens=100)
         scheduler.bind_block_pool(BoundPool(manager.layout, manager.index, manager.pins))
         manager.bind_connector(scheduler)
         scheduler.on_progress(lambda: None)
         worker.on_progress(lambda: None)
-        worker.register_kv_caches(FakeWorker(layout, clock))
+        worker.register_kv_caches(FakeWorker(layout, clock).memories[0])
         return scheduler, worker, manager
 
     def _has_nothing_to_say(self, scheduler: SchedulerConnector) -> None:

@@ -3,18 +3,19 @@
 A token's cell is a mix of the token and the cell before it, read back from the block table; the state is a running mix
 of all tokens. The next token is a function of every cell the last token may see and of the state. One stale, missing or
 foreign cell anywhere therefore changes every later token. `expected_tokens` computes the same from the tokens alone.
+
+A worker of several ranks does all of this for each of them, on memory of its own in which the cells are masked with the
+rank's number, and checks that all come to the same: bytes of another rank are as wrong as any.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-import numpy as np
-import numpy.typing as npt
-
-from dalsegno.connector.base import BlockMemory, WorkerConnector
+from dalsegno.connector.base import WorkerConnector
 from dalsegno.connector.port import ConnectorPort
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.prefix.resolve import window_first_block
+from dalsegno.testing.fake_memory import POISON, RankMemory
 from dalsegno.types import NULL_BLOCK, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 _MASK = (1 << 62) - 1
-_POISON = -1
 _MOMENT_S = 0.005
 
 
@@ -123,8 +123,8 @@ class FakeClock:
 class _FakePort(ConnectorPort):
     """A port on which time passes while somebody waits."""
 
-    def __init__(self, connector: WorkerConnector | None, memory: BlockMemory, clock: FakeClock) -> None:
-        super().__init__(connector, memory)
+    def __init__(self, connectors: Sequence[WorkerConnector], memories: Sequence[RankMemory], clock: FakeClock) -> None:
+        super().__init__(connectors, memories)
         self._clock = clock
 
     def wait(self, timeout_s: float) -> bool:
@@ -139,8 +139,8 @@ class FakeWorker:
     """Executes plans on integer cells; a read of a poisoned or never written cell raises AssertionError.
 
     Attributes:
-        port: the connector's worker side, if there is one.
-        memory: the integers as bytes, see `BlockMemory`.
+        port: the connector's worker sides, if there are any.
+        memories: the integers of each rank.
         before_step: called with each plan before it runs; may raise, to make the step fail.
         num_steps: plans executed.
         num_computed: tokens computed, by request id.
@@ -152,9 +152,18 @@ class FakeWorker:
         clock: FakeClock | None = None,
         *,
         vocab_size: int = 997,
-        connector: WorkerConnector | None = None,
+        connectors: Sequence[WorkerConnector] = (),
+        put_step: Mapping[int, int] | None = None,
     ) -> None:
-        """Make the memory of `layout`, poisoned throughout."""
+        """Make the memory of `layout`, poisoned throughout.
+
+        Args:
+            layout: of every rank.
+            clock: advances by one with each step.
+            vocab_size: tokens are below.
+            connectors: one for each rank; there is one rank without.
+            put_step: see `ConnectorContext`.
+        """
         self.layout = layout
         self.clock = clock or FakeClock()
         self.vocab_size = vocab_size
@@ -162,29 +171,19 @@ class FakeWorker:
         self.num_steps = 0
         self.num_computed: dict[str, int] = {}
         self.closed = False
-        widths = {group.group_id: 1 if group.is_state else group.block_size for group in layout.groups}
-        counts = {group.group_id: layout.num_slabs * group.blocks_per_slab for group in layout.groups}
-        flat = np.full(sum(counts[group] * widths[group] for group in widths), _POISON, dtype=np.int64)
-        self.memory = flat.data.cast("B")
-        self._cells: dict[int, npt.NDArray[np.int64]] = {}
-        self._begin: dict[int, int] = {}
-        begin = 0
-        for group, width in widths.items():
-            end = begin + counts[group] * width
-            self._begin[group] = begin
-            self._cells[group] = flat[begin:end].reshape(-1, width)
-            begin = end
-        self.port: ConnectorPort = _FakePort(connector, self, self.clock)
+        steps = put_step or {}
 
-    @property
-    def path(self) -> None:
-        """The integers are this process's own."""
-        return None
+        def mask(rank: int, group: int) -> int:
+            first = rank - rank % steps.get(group, 1)
+            return _mix(first, group) if first else 0
 
-    def spans(self, group_id: int, block: int, num_tokens: int) -> list[tuple[int, int]]:
-        """Return where a block's first cells lie, see `BlockMemory`."""
-        width = self._cells[group_id].shape[1]
-        return [(8 * (self._begin[group_id] + block * width), 8 * min(num_tokens, width))]
+        self.memories = [
+            RankMemory(layout, lambda group, rank=rank: mask(rank, group))  # type: ignore[misc]
+            for rank in range(max(1, len(connectors)))
+        ]
+        # Of the rank that is being computed.
+        self._memory = self.memories[0]
+        self.port: ConnectorPort = _FakePort(connectors, self.memories[: len(connectors)], self.clock)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan: copies, then each request's tokens, then sampling."""
@@ -196,30 +195,37 @@ class FakeWorker:
             self.before_step(plan)
         self.num_steps += 1
         self.clock.time += 1.0
+        results = []
+        for memory in self.memories:
+            self._memory = memory
+            results.append(self._run_rank(plan))
+            assert results[-1] == results[0], f"rank {len(results) - 1} came to another answer than rank 0"
+        self._memory = self.memories[0]
+        for request_id, count in results[0].num_computed.items():
+            self.num_computed[request_id] = self.num_computed.get(request_id, 0) + count
+        return results[0]
+
+    def _run_rank(self, plan: StepPlan) -> StepResult:
         for copy in plan.copies:
-            cells = self._cells[copy.group_id]
-            cells[copy.target, : copy.num_tokens] = cells[copy.source, : copy.num_tokens]
+            self._memory.copy(copy.group_id, copy.source, copy.target, copy.num_tokens)
         # All states are read before any is written, as the kernels do.
         states = [self._read_state(request) for request in plan.requests]
         result = StepResult()
         for request, state in zip(plan.requests, states, strict=True):
             end_state = self._compute(request, state, result)
             result.num_computed[request.request_id] = len(request.token_ids)
-            self.num_computed[request.request_id] = self.num_computed.get(request.request_id, 0) + len(
-                request.token_ids
-            )
             if request.sample is not None:
                 self._sample(request, request.sample, end_state, result)
         return result
 
     def poison(self, group_id: int, block_ids: Sequence[int]) -> None:
         """Make reads of these blocks fail until they are written again."""
-        assert NULL_BLOCK not in block_ids, "the null block is poisoned"
-        self._cells[group_id][list(block_ids)] = _POISON
+        for memory in self.memories:
+            memory.poison(group_id, block_ids)
 
     def cells(self, group_id: int, block_id: int) -> list[int]:
-        """Return what a block holds, token by token; a state block has one cell."""
-        return [int(cell) for cell in self._cells[group_id][block_id]]
+        """Return what a block of rank 0 holds, token by token; a state block has one cell."""
+        return self._memory.cells(group_id, block_id)
 
     def close(self) -> None:
         """Remember that the worker was closed."""
@@ -257,8 +263,8 @@ class FakeWorker:
         if request.state.read_block == NULL_BLOCK:
             assert request.start == 0, f"{request.request_id} starts at {request.start} from the null state"
             return 0
-        value = int(self._cells[self._state_group()][request.state.read_block, 0])
-        assert value != _POISON, f"{request.request_id} reads a poisoned state from block {request.state.read_block}"
+        value = self._memory.read(self._state_group(), request.state.read_block)
+        assert value != POISON, f"{request.request_id} reads a poisoned state from block {request.state.read_block}"
         return value
 
     def _compute(self, request: ScheduledRequest, state: int | None, result: StepResult) -> int | None:
@@ -271,15 +277,15 @@ class FakeWorker:
                 previous[group.group_id] = cell
                 block = request.block_tables[group.group_id][position // group.block_size]
                 assert block != NULL_BLOCK, f"{request.request_id} writes token {position} to the null block"
-                self._cells[group.group_id][block, position % group.block_size] = cell
+                self._memory.write(group.group_id, block, position % group.block_size, cell)
             if state is not None:
                 state = _mix(state, token)
                 if offset + 1 in exports:
-                    self._cells[self._state_group()][exports[offset + 1], 0] = state
+                    self._memory.write(self._state_group(), exports[offset + 1], 0, state)
             self._report_prompt(request, offset, state, result)
         if request.state is not None:
             assert state is not None, "a plan names a state to write but none to read"
-            self._cells[self._state_group()][request.state.write_block, 0] = state
+            self._memory.write(self._state_group(), request.state.write_block, 0, state)
         return state
 
     def _previous_cells(self, request: ScheduledRequest) -> dict[int, int]:
@@ -290,10 +296,10 @@ class FakeWorker:
 
     def _read(self, group: GroupSpec, request: ScheduledRequest, position: int) -> int:
         block = request.block_tables[group.group_id][position // group.block_size]
-        value = int(self._cells[group.group_id][block, position % group.block_size])
+        value = self._memory.read(group.group_id, block, position % group.block_size)
         where = f"{request.request_id} reads token {position} of group {group.name} from block {block}"
         assert block != NULL_BLOCK, f"{where}: the null block"
-        assert value != _POISON, f"{where}: poisoned"
+        assert value != POISON, f"{where}: poisoned"
         return value
 
     def _read_sum(self, group: GroupSpec, request: ScheduledRequest, end: int) -> int:

@@ -56,7 +56,7 @@ class ModelWorker:
         shared = connector is not None and connector.needs_shared_memory
         self.memory = KVMemory(layout, self.device, shared=shared)
         self._kernels = load_kernels() if native_kernels and self.device.type == "cpu" else None
-        self.port = ConnectorPort(connector, None if connector is None else self.memory.host_bytes())
+        self.port = ConnectorPort() if connector is None else ConnectorPort([connector], [self.memory.host_bytes()])
         self.logits_observer: Callable[[str, int, Tensor], None] | None = None
 
     @torch.inference_mode()

@@ -1,16 +1,16 @@
 """The store connector's scheduler side: what is stored, what is looked up, what is loaded.
 
-It asks the store only whether objects exist; bytes are the worker side's. `create` makes both sides over one store.
+It asks the store only whether objects exist; bytes are the worker sides'. `create` makes all sides over one store.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dalsegno.connector.base import BoundPool, ConnectorOutput, ExternalMatch, MatchStatus, SchedulerConnector
 from dalsegno.connector.config import KVTransferConfig
-from dalsegno.connector.registry import ConnectorContext
+from dalsegno.connector.registry import ConnectorContext, Sides
 from dalsegno.connector.store.jobs import StoreJobs
 from dalsegno.connector.store.keys import KeyMaker
 from dalsegno.connector.store.lookup import LookupQuery, StoreMatch, find_in_store
@@ -18,9 +18,11 @@ from dalsegno.connector.store.lookup_thread import LookupThread
 from dalsegno.connector.store.messages import LoadJob, ObjectRef, StepMeta, StoredObject, WorkerMeta
 from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.connector.store.settings import StoreSettings
+from dalsegno.connector.store.shared_store import SharedStore
 from dalsegno.connector.store.worker import StoreWorker
 from dalsegno.kv.hand_off import HandOff, block_ends
 from dalsegno.kv.loads import Load
+from dalsegno.kv.ranks import RankReports
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.request import Request, RequestStatus
 from dalsegno.store.base import Status, Store
@@ -38,21 +40,23 @@ class _LoadUnderWay:
     request: Request
     epoch: int
     objects: tuple[StoredObject, ...]
+    reports: RankReports
+    failed: set[tuple[int, int]] = field(default_factory=set)
 
 
-def create(config: KVTransferConfig, context: ConnectorContext) -> tuple["StoreScheduler", StoreWorker]:
-    """Open the store and make both sides.
+def create(config: KVTransferConfig, context: ConnectorContext) -> Sides:
+    """Open the store and make the sides; each of them must be shut down.
 
     Raises:
         OptionError: a setting is unknown or not allowed, or the store cannot be opened.
     """
     block_size = context.cache_config.block_size
     settings = StoreSettings.parse(config, block_size)
-    store = _open(settings)
+    shared = SharedStore(_open(settings), 1 + len(context.ranks))
     tokens = settings.object_tokens(block_size)
     keys = [KeyMaker(context, rank, tokens, settings.cache_prefix) for rank in range(context.world_size)]
-    scheduler = StoreScheduler(config.kv_role, settings, context, store, keys)
-    return scheduler, StoreWorker(store, keys[context.rank], context, settings)
+    scheduler = StoreScheduler(config.kv_role, settings, context, shared, keys)
+    return scheduler, [StoreWorker(shared, keys[rank], context, settings) for rank in context.ranks]
 
 
 def _open(settings: StoreSettings) -> Store:
@@ -73,10 +77,10 @@ class StoreScheduler(SchedulerConnector):
         role: str,
         settings: StoreSettings,
         context: ConnectorContext,
-        store: Store,
+        shared: SharedStore,
         keys: Sequence[KeyMaker],
     ) -> None:
-        """Look up in `store`, whose owner is the worker side; `keys` are those of every rank."""
+        """Look up in the shared store; `keys` are those of every rank."""
         self._saves_prompts = role != "kv_consumer"
         saves_answers = settings.save_decode_cache
         self._saves_answers = role == "kv_both" if saves_answers is None else saves_answers
@@ -85,11 +89,14 @@ class StoreScheduler(SchedulerConnector):
         self._unit = context.cache_config.hash_block_size
         self._objects = ObjectMap(context.layout, settings.object_tokens(context.cache_config.block_size))
         self._clock = context.clock
-        self._store = store
+        self._shared = shared
+        self._store = shared.store
         self._keys = keys
+        self._world_size = len(keys)
         self._thread: LookupThread | None = None
-        self._cleared = 0
-        self._num_clears = 0
+        # What each rank has said last: the epoch its part of the store was emptied for, and its number of clearings.
+        self._cleared_by_rank = [0] * len(keys)
+        self._clears_by_rank = [0] * len(keys)
         self._asked_clears = 0
         # Objects that are stored no more; lookups append from any thread.
         self._gone: deque[ObjectRef] = deque()
@@ -104,7 +111,7 @@ class StoreScheduler(SchedulerConnector):
     def bind_block_pool(self, pool: BoundPool) -> None:
         """See the base class."""
         super().bind_block_pool(pool)
-        self._jobs = StoreJobs(pool, self._objects, self._settings.max_store_backlog_bytes)
+        self._jobs = StoreJobs(pool, self._objects, self._settings.max_store_backlog_bytes, self._world_size)
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """See the base class."""
@@ -166,12 +173,12 @@ class StoreScheduler(SchedulerConnector):
         """See the base class."""
         self._matches.pop(request, None)
         self._forget_gone()
-        if self._cleared < self._jobs.epoch:
+        if self._cleared() < self._jobs.epoch:
             # The store may hold what a reset was to remove: it is asked for nothing until it has been emptied.
-            self._must_clear = self._must_clear or self._num_clears == self._asked_clears
+            self._must_clear = self._must_clear or self._num_clears() == self._asked_clears
         if not self._settings.enable_lookup:
             return ExternalMatch(MatchStatus.NONE)
-        if self._cleared < self._jobs.epoch:
+        if self._cleared() < self._jobs.epoch:
             return _MISS
         if self._thread is None:
             match: StoreMatch | None = self._find(self._query(request, local))
@@ -205,7 +212,8 @@ class StoreScheduler(SchedulerConnector):
             blocks = tuple(targets.get(index, NULL_BLOCK) for index in indices)
             if any(blocks):
                 objects.append(StoredObject(item.group_id, item.first_token, item.boundary, item.block_hash, blocks))
-        self._loads[load.load_id] = _LoadUnderWay(request, self._jobs.epoch, tuple(objects))
+        reports = RankReports(self._world_size)
+        self._loads[load.load_id] = _LoadUnderWay(request, self._jobs.epoch, tuple(objects), reports)
         self._loads_outbox.append(LoadJob(load.load_id, salt_tag(request.cache_salt), tuple(objects)))
 
     # Speaking with the worker side.
@@ -232,26 +240,33 @@ class StoreScheduler(SchedulerConnector):
 
     def has_pending_jobs(self) -> bool:
         """See the base class."""
-        return len(self._jobs) > 0 or bool(self._loads) or self._num_clears < self._asked_clears
+        return len(self._jobs) > 0 or bool(self._loads) or self._num_clears() < self._asked_clears
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """See the base class."""
-        failed = {(failure.load_id, failure.group_id, failure.boundary) for failure in output.failed}
+        failed = output.failed
         for load_id in output.received & self._loads.keys():
-            load = self._loads.pop(load_id)
-            for item in load.objects:
-                if (load_id, item.group_id, item.boundary) not in failed:
-                    if load.epoch == self._jobs.epoch:
-                        self._jobs.known.add(item.ref)
-                    continue
-                self._jobs.known.discard(item.ref)
-                if load.request.status is not RequestStatus.FINISHED:
-                    self._excluded.setdefault(load.request, set()).add(item.ref)
-        if isinstance(output.worker_meta, WorkerMeta):
-            for report in output.worker_meta.reports:
-                self._jobs.finish(report)
-            self._cleared = max(self._cleared, output.worker_meta.cleared)
-            self._num_clears = max(self._num_clears, output.worker_meta.num_clears)
+            load = self._loads[load_id]
+            load.failed.update((failure.group_id, failure.boundary) for failure in failed if failure.load_id == load_id)
+            if load.reports.add(output.rank):
+                del self._loads[load_id]
+                self._end_load(load)
+        said, rank = output.worker_meta, output.rank
+        if isinstance(said, WorkerMeta):
+            for report in said.reports:
+                self._jobs.finish(rank, report)
+            self._cleared_by_rank[rank] = max(self._cleared_by_rank[rank], said.cleared)
+            self._clears_by_rank[rank] = max(self._clears_by_rank[rank], said.num_clears)
+
+    def _end_load(self, load: _LoadUnderWay) -> None:
+        for item in load.objects:
+            if (item.group_id, item.boundary) not in load.failed:
+                if load.epoch == self._jobs.epoch:
+                    self._jobs.known.add(item.ref)
+                continue
+            self._jobs.known.discard(item.ref)
+            if load.request.status is not RequestStatus.FINISHED:
+                self._excluded.setdefault(load.request, set()).add(item.ref)
 
     def reset_cache(self) -> bool:
         """Empty this engine's part of the store; until that has been done nothing is looked up or stored."""
@@ -264,15 +279,25 @@ class StoreScheduler(SchedulerConnector):
         return {
             **self.counters,
             **self._jobs.counters,
+            **{f"kv_store_{name}": value for name, value in self._store.stats().items()},
             "kv_offload_lookup_timeouts": 0 if self._thread is None else self._thread.num_timeouts,
             "kv_offload_pending_jobs": len(self._jobs),
             "kv_offload_backlog_bytes": self._jobs.backlog_bytes,
         }
 
     def shutdown(self) -> None:
-        """See the base class; the store was closed by the worker side."""
+        """See the base class."""
         if self._thread is not None:
             self._thread.shutdown()
+        self._shared.leave()
+
+    def _cleared(self) -> int:
+        """The last epoch before whose jobs every rank's part of the store was emptied."""
+        return min(self._cleared_by_rank)
+
+    def _num_clears(self) -> int:
+        """Clearings that every rank has ended, the failed ones included."""
+        return min(self._clears_by_rank)
 
     def _query(self, request: Request, local: ComputedBlocks) -> LookupQuery:
         index, hashes = self.pool.index, request.block_hashes
@@ -323,7 +348,8 @@ class StoreScheduler(SchedulerConnector):
 
     def _exists(self, salt: str, objects: Sequence[StoredObject]) -> list[bool]:
         """Whether every rank's part of each object is stored."""
-        keys = [maker.key(salt, item) for maker in self._keys for item in objects]
+        by_rank = [[maker.key(salt, item) for item in objects] for maker in self._keys]
+        keys = list(dict.fromkeys(key for ranks_keys in by_rank for key in ranks_keys))
         try:
             found = self._store.exists(keys)
         except Exception:
@@ -332,8 +358,7 @@ class StoreScheduler(SchedulerConnector):
             self.counters["kv_offload_lookup_errors"] += 1
             return [False] * len(objects)
         self.counters["kv_offload_lookup_errors"] += sum(status is Status.ERROR for status in found)
-        self._gone += (
-            item.ref for item, status in zip([*objects] * len(self._keys), found, strict=True) if status is Status.MISS
-        )
-        ranks = [found[start : start + len(objects)] for start in range(0, len(found), len(objects))]
-        return [all(status is Status.OK for status in statuses) for statuses in zip(*ranks, strict=True)]
+        said = dict(zip(keys, found, strict=True))
+        by_object = [{said[key] for key in its_keys} for its_keys in zip(*by_rank, strict=True)]
+        self._gone += (item.ref for item, has in zip(objects, by_object, strict=True) if Status.MISS in has)
+        return [statuses == {Status.OK} for statuses in by_object]

@@ -23,12 +23,12 @@ class StoreJobs:
         outbox: registered and not yet told to the worker side.
     """
 
-    def __init__(self, pool: BoundPool, objects: ObjectMap, max_backlog_bytes: int) -> None:
-        """Register jobs for hand-offs of `pool`."""
+    def __init__(self, pool: BoundPool, objects: ObjectMap, max_backlog_bytes: int, world_size: int) -> None:
+        """Register jobs for hand-offs of `pool`; each is reported by `world_size` ranks."""
         self._pool = pool
         self._objects = objects
         self.known = KnownStored()
-        self._ledger = JobLedger(max_backlog_bytes)
+        self._ledger = JobLedger(max_backlog_bytes, world_size)
         self.epoch = 0
         self.outbox: list[StoreJob] = []
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -95,11 +95,12 @@ class StoreJobs:
         self.outbox.append(job)
         self.counters["kv_offload_jobs"] += 1
 
-    def finish(self, report: JobReport) -> None:
-        """A job was reported by every rank; reports of unknown jobs are ignored."""
-        job = self._ledger.finish(report.job_id, self._pool.pins)
-        if job is None:
+    def finish(self, rank: int, report: JobReport) -> None:
+        """A rank has reported a job; it ends with the last one. Reports of unknown jobs are ignored."""
+        ended = self._ledger.finish(rank, report, self._pool.pins)
+        if ended is None:
             return
+        job, report = ended
         if job.epoch == self.epoch:
             for ref in report.stored:
                 self.known.add(ref)

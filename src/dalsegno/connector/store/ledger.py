@@ -1,14 +1,15 @@
 """Store jobs and what is known to be stored. A job owns its blocks from registration to its report.
 
-Nothing but a report ends a job: no timeout, no preemption, no abort. What jobs hold is bounded, in bytes here and in
-slabs by `BlockPins`; what does not fit is refused before it is registered.
+Nothing but a report of every rank ends a job: no timeout, no preemption, no abort. What jobs hold is bounded, in bytes
+here and in slabs by `BlockPins`; what does not fit is refused before it is registered.
 """
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-from dalsegno.connector.store.messages import ObjectRef, StoreJob
+from dalsegno.connector.store.messages import JobReport, ObjectRef, StoreJob
 from dalsegno.kv.pins import BlockPins
+from dalsegno.kv.ranks import RankReports
 
 __all__ = ["JobLedger", "KnownStored"]
 
@@ -49,13 +50,17 @@ class _Owned:
     job: StoreJob
     pins: list[tuple[int, int]]
     num_bytes: int
+    reports: RankReports
+    stored: set[ObjectRef]
+    complete: bool = True
 
 
 class JobLedger:
     """The jobs that have not been reported. Used on the engine thread only."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Let jobs hold up to `max_bytes` bytes of blocks."""
+    def __init__(self, max_bytes: int, world_size: int) -> None:
+        """Let jobs hold up to `max_bytes` bytes of blocks, until `world_size` ranks have reported them."""
+        self._world_size = world_size
         self._max_bytes = max_bytes
         self._jobs: dict[int, _Owned] = {}
         self._pending: Counter[ObjectRef] = Counter()
@@ -82,15 +87,27 @@ class JobLedger:
 
     def register(self, job: StoreJob, pins: list[tuple[int, int]], num_bytes: int) -> None:
         """A job begins; it takes over `pins`. Its objects are pending until it is finished or given up."""
-        self._jobs[job.job_id] = _Owned(job, pins, num_bytes)
+        stored = {item.ref for item in job.objects}
+        self._jobs[job.job_id] = _Owned(job, pins, num_bytes, RankReports(self._world_size), stored)
         self._pending.update(item.ref for item in job.objects)
         self.backlog_bytes += num_bytes
 
-    def finish(self, job_id: int, pins: BlockPins) -> StoreJob | None:
-        """Every rank has reported the job: give its pins back. None for an id that is not pending."""
-        owned = self._jobs.pop(job_id, None)
-        if owned is None:
+    def finish(self, rank: int, report: JobReport, pins: BlockPins) -> tuple[StoreJob, JobReport] | None:
+        """Take a rank's report; behind the last one give the job's pins back.
+
+        Returns:
+            The job and what all reports say together; None while some rank has not reported, and for an id that is not
+            pending.
+        """
+        owned = self._jobs.get(report.job_id)
+        if owned is None or owned.reports.has(rank):
             return None
+        owned.stored.intersection_update(report.stored)
+        owned.complete = owned.complete and report.complete
+        if not owned.reports.add(rank):
+            return None
+        job_id = report.job_id
+        del self._jobs[job_id]
         if job_id > self._given_up:
             for item in owned.job.objects:
                 self._pending[item.ref] -= 1
@@ -98,7 +115,7 @@ class JobLedger:
                     del self._pending[item.ref]
         self.backlog_bytes -= owned.num_bytes
         pins.unpin(owned.pins)
-        return owned.job
+        return owned.job, JobReport(job_id, tuple(owned.stored), owned.complete)
 
     def give_up(self) -> None:
         """What the jobs so far were to put is put no more; they still own their blocks until they are reported."""

@@ -89,8 +89,8 @@ class JobReport:
 
     Attributes:
         job_id: the job.
-        stored: objects the store now holds, put or found there.
-        complete: whether the boundary can be restored from the store.
+        stored: objects the store now holds, put or found there; of those that another rank puts, all.
+        complete: whether the boundary can be restored from the store, as far as this rank knows.
     """
 
     job_id: int

@@ -111,7 +111,8 @@ class Sender:
 
     def _clear(self, epoch: int) -> None:
         try:
-            self._store.clear(namespace=self._keys.namespace)
+            for namespace in self._keys.namespaces:
+                self._store.clear(namespace=namespace)
             self.cleared = epoch
         except Exception:
             self.counters["kv_offload_clear_failures"] += 1
@@ -127,7 +128,9 @@ class Sender:
         except Exception:
             self.counters["kv_offload_store_errors"] += 1
             logger.exception("store job %d failed", job.job_id)
-        self._reports.append(JobReport(job.job_id, tuple(item.ref for item in stored.values()), complete))
+        refs = [item.ref for item in stored.values()]
+        refs += (item.ref for item in job.objects if not self._keys.puts(item))
+        self._reports.append(JobReport(job.job_id, tuple(refs), complete))
         self._on_progress()
 
     def _do(self, job: StoreJob, stored: dict[StoreKey, StoredObject]) -> bool:
@@ -145,12 +148,12 @@ class Sender:
 
     def _has_all(self, job: StoreJob) -> bool:
         """Whether what earlier jobs were to put is there."""
-        keys = [self._keys.key(job.salt, item) for item in job.requires]
+        keys = [self._keys.key(job.salt, item) for item in job.requires if self._keys.puts(item)]
         return not keys or all(status is Status.OK for status in self._store.exists(keys))
 
     def _put(self, job: StoreJob, items: Sequence[StoredObject], stored: dict[StoreKey, StoredObject]) -> bool:
-        """Put what is not there yet; whether all of `items` is there now."""
-        by_key = {self._keys.key(job.salt, item): item for item in items}
+        """Put what is not there yet; whether all of `items` is there now, but for what other ranks put."""
+        by_key = {self._keys.key(job.salt, item): item for item in items if self._keys.puts(item)}
         if not by_key:
             return True
         found = self._store.exists(list(by_key))

@@ -1,6 +1,5 @@
-"""The store connector's worker side: one sender, one receiver, and the store they share."""
+"""The store connector's worker side: the sender and the receiver of one rank."""
 
-import logging
 from collections.abc import Callable, Mapping
 
 from dalsegno.connector.base import BlockMemory, WorkerConnector
@@ -12,20 +11,19 @@ from dalsegno.connector.store.receiver import Receiver
 from dalsegno.connector.store.sender import Sender
 from dalsegno.connector.store.sender_process import ProcessSender, SenderSetup
 from dalsegno.connector.store.settings import StoreSettings
-from dalsegno.store.base import Store
+from dalsegno.connector.store.shared_store import SharedStore
 from dalsegno.types import LoadFailure
 
 __all__ = ["StoreWorker"]
 
-logger = logging.getLogger(__name__)
-
 
 class StoreWorker(WorkerConnector):
-    """See `WorkerConnector`. Owns the store and closes it."""
+    """See `WorkerConnector`."""
 
-    def __init__(self, store: Store, keys: KeyMaker, context: ConnectorContext, settings: StoreSettings) -> None:
+    def __init__(self, shared: SharedStore, keys: KeyMaker, context: ConnectorContext, settings: StoreSettings) -> None:
         """Move the bytes of the rank whose `keys` these are."""
-        self._store = store
+        self._shared = shared
+        self._store = shared.store
         self._keys = keys
         self._context = context
         self._settings = settings
@@ -79,20 +77,13 @@ class StoreWorker(WorkerConnector):
 
     def stats(self) -> Mapping[str, int | float]:
         """See the base class."""
-        return {
-            **self._sender.counters,
-            **self._receiver.counters,
-            **{f"kv_store_{name}": value for name, value in self._store.stats().items()},
-        }
+        return {**self._sender.counters, **self._receiver.counters}
 
     def shutdown(self) -> None:
         """See the base class; a store that hangs is left to its thread."""
         self._receiver.close()
         self._sender.close()
-        if self._receiver.is_alive or self._sender.is_alive:
-            logger.warning("the store does not answer: it is not closed")
-        else:
-            self._store.close()
+        self._shared.leave(hangs=self._receiver.is_alive or self._sender.is_alive)
 
     def _progress(self) -> None:
         self._callback()
