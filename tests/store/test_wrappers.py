@@ -96,7 +96,7 @@ def test_latency_is_per_call_and_per_byte() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"store": "lmdb"}, "store must be one of embedded, memory"),
+        ({"store": "lmdb"}, "store must be one of embedded, memory, mooncake"),
         ({"store": "embedded"}, "needs path="),
         ({"store": "embedded", "path": "x", "size": 1}, "no option 'size'"),
         ({"store": "embedded", "path": "x", "bytes": 1.5}, "bytes must be an integer"),

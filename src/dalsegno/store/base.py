@@ -49,7 +49,8 @@ class Store(Protocol):
         """Store `buffers[i]`, one after the other, under `keys[i]`: OK, EXISTS, NO_ROOM or ERROR.
 
         An object is stored whole or not at all; when OK is returned others can read it. Older ones may be evicted for
-        it, never what the same call has put. A key that comes twice exists the second time.
+        it, never what the same call has put. A key that comes twice exists the second time. Nothing is overwritten; a
+        store that would have to ask others whether something was there may answer OK for EXISTS.
         """
         ...
 
@@ -66,7 +67,11 @@ class Store(Protocol):
         ...
 
     def clear(self, namespace: str | None = None, salt: str | None = None) -> int:
-        """Remove every object, or those of one namespace, of one salt tag, or of both; return how many there were."""
+        """Remove every object, or those of one namespace, of one salt tag, or of both; return how many there were.
+
+        Raises:
+            EngineError: the store cannot be reached.
+        """
         ...
 
     def touch(self, keys: Sequence[StoreKey]) -> None:

@@ -51,5 +51,15 @@ def _open_embedded(settings: dict[str, Any]) -> Store:
     return EmbeddedStore(path, num_bytes, sync_interval_s=interval)
 
 
-STORES: dict[str, Callable[[dict[str, Any]], Store]] = {"embedded": _open_embedded, "memory": _open_memory}
+def _open_mooncake(settings: dict[str, Any]) -> Store:
+    from dalsegno.store.mooncake import open_mooncake
+
+    return open_mooncake(settings)
+
+
+STORES: dict[str, Callable[[dict[str, Any]], Store]] = {
+    "embedded": _open_embedded,
+    "memory": _open_memory,
+    "mooncake": _open_mooncake,
+}
 """How each store is opened, by the name that settings give it."""

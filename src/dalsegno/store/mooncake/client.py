@@ -1,0 +1,117 @@
+"""The calls of Mooncake's own client that the store makes, and how a client of the real package is made.
+
+All of them may be made from several threads at once and release the interpreter lock, except `close`, behind which no
+other call may follow: the package would read freed memory.
+"""
+
+import importlib
+import os
+import socket
+from typing import Any, Protocol
+
+from dalsegno.errors import OptionError
+from dalsegno.store.mooncake.codes import code_name
+from dalsegno.store.mooncake.config import MooncakeConfig, split_address
+
+__all__ = ["MISSING_PACKAGE", "MooncakeClient", "connect", "load_package"]
+
+MISSING_PACKAGE = (
+    "the mooncake store needs the package mooncake-transfer-engine-non-cuda or a CUDA build of it (Linux; Debian's "
+    "libibverbs1, libnuma1 and libcurl4): pip install 'dalsegno[mooncake]'"
+)
+
+_MASTER_TIMEOUT_S = 5.0
+
+
+class MooncakeClient(Protocol):
+    """What we use of `MooncakeDistributedStore`; codes are those of `Code`, sizes and addresses are in bytes."""
+
+    def register_buffer(self, buffer_ptr: int, size: int) -> int:
+        """Make memory known; returns a code, for memory that overlaps known one an error."""
+        ...
+
+    def unregister_buffer(self, buffer_ptr: int) -> int:
+        """Forget memory that was registered from this very address."""
+        ...
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        """1, 0 or a negative code for each key; 1 grants a lease."""
+        ...
+
+    def batch_put_from_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]:
+        """A code for each key; 0 also for a key that existed and has not been overwritten."""
+        ...
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
+    ) -> list[int]:
+        """The number of bytes or a negative code for each key; grants a lease."""
+        ...
+
+    def batch_remove(self, keys: list[str], force: bool = False) -> list[int]:
+        """A code for each key; `force` removes leased ones too."""
+        ...
+
+    def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
+        """The number of objects removed, or a negative code."""
+        ...
+
+    def get_size(self, key: str, /) -> int:
+        """The object's bytes, or a negative code."""
+        ...
+
+    def close(self) -> int:
+        """Give back what is lent and end."""
+        ...
+
+
+def load_package() -> Any:
+    """Import the package; `OptionError` says what is missing."""
+    # The package logs every connection to stderr unless it is told otherwise before it is loaded.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        return importlib.import_module("mooncake.store")
+    except ImportError as error:
+        raise OptionError(f"{MISSING_PACKAGE} ({error})") from error
+
+
+def connect(config: MooncakeConfig) -> MooncakeClient:
+    """Make a client, which lends `global_segment_size` bytes from now until it is closed.
+
+    Raises:
+        OptionError: the package is missing, no master answers, or the package refuses the settings.
+    """
+    package = load_package()
+    _check_master(config.master_server_address)
+    client: Any = package.MooncakeDistributedStore()
+    code = client.setup(
+        config.local_hostname,
+        config.metadata_server,
+        config.global_segment_size,
+        config.local_buffer_size,
+        config.protocol,
+        config.device_name,
+        config.master_server_address,
+    )
+    if code:
+        raise OptionError(
+            f"Mooncake refuses to start a client ({code_name(code)}) with {config}: is the host's name right, the "
+            "protocol supported, and is there memory for what is to be lent?"
+        )
+    made: MooncakeClient = client
+    return made
+
+
+def _check_master(address: str) -> None:
+    """Refuse at once what the package would try to reach for a minute and a half."""
+    if "://" in address:
+        return
+    try:
+        socket.create_connection(split_address(address), _MASTER_TIMEOUT_S).close()
+    except OSError as error:
+        port = split_address(address)[1]
+        raise OptionError(
+            f"no Mooncake master answers at {address} ({error}); start one with mooncake_master --rpc_port {port}"
+        ) from error
