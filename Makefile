@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+MOONCAKE_STAMP := .venv/.mooncake-installed
 
 # One thread per test process: the processes are what fills the cores, and results do not depend on their number.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false \
@@ -19,9 +20,9 @@ help:
 	@echo "make test-long  the same tests at full size"
 	@echo "make check      ruff format, ruff lint, mypy --strict"
 	@echo "make format     let ruff rewrite the files"
-	@echo "make venv       .venv alone, with everything the targets above need"
+	@echo "make venv       .venv alone, with everything the targets above need, and Mooncake where it can be had"
 
-venv: $(STAMP)
+venv: $(STAMP) $(MOONCAKE_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
@@ -29,7 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
-demo: venv
+# Not every machine can have it, so a failure ends nothing, and is tried again the next time.
+$(MOONCAKE_STAMP): $(STAMP) .ci/install-mooncake
+	@if .ci/install-mooncake $(BIN)/python; then touch $@; fi
+
+demo: $(STAMP)
 	$(BIN)/dalsegno demo
 
 test: venv
@@ -38,12 +43,12 @@ test: venv
 test-long: venv
 	DALSEGNO_TEST_LONG=1 $(PYTEST) $(PYTEST_ARGS)
 
-check: venv
+check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src tests
 
-format: venv
+format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

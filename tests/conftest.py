@@ -12,9 +12,13 @@ from tests.small_disk import mounted
 
 if TYPE_CHECKING:
     from dalsegno.ops.native.library import Kernels
+    from dalsegno.store.mooncake.master import MooncakeMaster
 
 LONG = os.environ.get("DALSEGNO_TEST_LONG", "") not in ("", "0")
 """True under `make test-long`: the same tests at full size."""
+
+MOONCAKE_SKIP = "the real Mooncake was not tested"
+"""How the reason of a skip begins where Mooncake is missing."""
 
 # Set before anything imports torch or transformers: a test never reaches for a network or for all cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,6 +59,40 @@ def kernels() -> "Kernels":
     if loaded is None:
         pytest.skip("no C compiler: the native kernels are not tested")
     return loaded
+
+
+@pytest.fixture(scope="session")
+def mooncake_package() -> None:
+    """Skip where the real Mooncake cannot be used; the run's last lines say so."""
+    from dalsegno.errors import OptionError
+    from dalsegno.store.mooncake.client import load_package
+    from dalsegno.store.mooncake.master import find_master
+
+    try:
+        load_package()
+        find_master()
+    except OptionError as error:
+        pytest.skip(f"{MOONCAKE_SKIP}: {error}")
+
+
+@pytest.fixture
+def mooncake_master(mooncake_package: None) -> "Iterator[MooncakeMaster]":
+    """A real master on a free port, whose leases last a second."""
+    from dalsegno.store.mooncake.master import MooncakeMaster
+
+    with MooncakeMaster(lease_s=1.0) as master:
+        yield master
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say behind everything else which tests did not run for want of Mooncake."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput"):
+        return
+    reasons = [str(report.longrepr[2]) for report in reporter.stats.get("skipped", ()) if report.longrepr]
+    missing = [reason for reason in reasons if MOONCAKE_SKIP in reason]
+    if missing:
+        reporter.write_line(f"{len(missing)} tests skipped, {missing[0].removeprefix('Skipped: ')}")
 
 
 @pytest.fixture
