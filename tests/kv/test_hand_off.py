@@ -165,11 +165,24 @@ def test_what_is_known_stored_is_left_out() -> None:
     request = prefill(case, 40)
     release(case, taken(case))
     case.finish(request)
-    sink.stored[0] = 32
+    sink.stored[0] = sink.stored[1] = 32
     again = case.new("again", [*range(40), *range(500, 530)])
     assert case.admit(again)
     case.step({again: 38})
     assert by_group(taken(case)) == {0: [64], 1: [64]}
+
+
+def test_a_boundary_that_is_hit_is_handed_off_unless_it_is_known_stored() -> None:
+    """It may have left the store, or never have entered it."""
+    sink = Sink()
+    case = driver(sink=sink)
+    request = prefill(case, 40)
+    release(case, taken(case))
+    case.finish(request)
+    again = case.new("again", list(range(40)))
+    assert case.admit(again)
+    case.step({again: 8})
+    assert by_group(taken(case)) == {0: [32], 1: [32]}
 
 
 def test_pins_outlive_the_request_and_end_with_their_release() -> None:

@@ -343,6 +343,7 @@ class KVCacheManager:
         request.prefill_target = request.num_tokens
         if self.config.enable_prefix_caching and not request.background:
             blocks.used_states = [boundary] if boundary else []
+            blocks.hit = boundary
             elsewhere = request.shared_boundary if self.state is not None else 0
             planned = checkpoint_boundaries(
                 request.num_prompt_tokens,

@@ -71,8 +71,10 @@ class Publisher:
             blocks.state.exports.clear()
             if after in done:
                 self._publish_state(request, blocks, after, blocks.state.current)
-        for boundary in done:
+        # A boundary that is used again is worth having in the store, whatever has become of it there.
+        for boundary in (blocks.hit, *done):
             self._hand_off(request, blocks, boundary)
+        blocks.hit = 0
 
     def publish_last_state(self, request: Request, blocks: RequestBlocks, *, finished: bool) -> None:
         """Publish the furthest restorable state of a request that is about to let go; hand it off if it finished."""
@@ -84,7 +86,7 @@ class Publisher:
             if last is None or not self._publish_state(request, blocks, *last):
                 return
             boundary = last[0]
-        if finished and boundary:
+        if finished:
             self._hand_off(request, blocks, boundary)
 
     def use_states(self, request: Request, blocks: RequestBlocks) -> None:
@@ -120,7 +122,7 @@ class Publisher:
         return is_new
 
     def _hand_off(self, request: Request, blocks: RequestBlocks, boundary: int) -> None:
-        if not self.hand_offs.wanted(request, boundary):
+        if not boundary or not self.hand_offs.wanted(request, boundary):
             return
         listed = blocks.hand_offs[-1].boundary if blocks.hand_offs else 0
         hand_off = self.hand_offs.make(request, boundary, listed)

@@ -85,6 +85,7 @@ class RequestBlocks:
         used_states: boundaries whose states this admission resumed from or published; they are used again when it lets
             go, because a chain's states are worth as much as all its attention.
         published: see above.
+        hit: the boundary this admission resumed from, until the connector was told of it; 0 for none.
         copies: copies the next step starts with; each carries a reference on its source.
         window_released: per group, table entries given back because they left the window.
         packed: the request takes no more slabs than `KVCacheManager.slabs_alone` counts, so that it cannot run out of
@@ -97,6 +98,7 @@ class RequestBlocks:
     planned: list[int]
     used_states: list[int] = field(default_factory=list)
     published: int = 0
+    hit: int = 0
     copies: list[BlockCopy] = field(default_factory=list)
     window_released: list[int] = field(default_factory=list)
     packed: bool = False

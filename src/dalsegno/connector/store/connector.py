@@ -20,7 +20,7 @@ from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.connector.store.shared_store import SharedStore
 from dalsegno.connector.store.worker import StoreWorker
-from dalsegno.kv.hand_off import HandOff, block_ends
+from dalsegno.kv.hand_off import HandOff, HandOffs, block_ends
 from dalsegno.kv.loads import Load
 from dalsegno.kv.ranks import RankReports
 from dalsegno.kv.tables import ComputedBlocks
@@ -33,6 +33,18 @@ __all__ = ["StoreScheduler", "create"]
 
 _COUNTERS = ("external_prefix_cache_lookups", "kv_offload_lookup_errors")
 _MISS = ExternalMatch(MatchStatus.MISS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a lookup found, None if it did not come back in time; good for the same question until `expires`.
+
+    The question is (local boundary, number of hashes, epoch).
+    """
+
+    question: tuple[int, int, int]
+    expires: float
+    match: StoreMatch | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,7 @@ class StoreScheduler(SchedulerConnector):
         self._removals: list[tuple[str, tuple[StoredObject, ...]]] = []
         self._loads_outbox: list[LoadJob] = []
         self._loads: dict[int, _LoadUnderWay] = {}
+        self._answers: dict[Request, _Answer] = {}
         self._matches: dict[Request, StoreMatch] = {}
         self._excluded: dict[Request, set[ObjectRef]] = {}
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -111,7 +124,10 @@ class StoreScheduler(SchedulerConnector):
     def bind_block_pool(self, pool: BoundPool) -> None:
         """See the base class."""
         super().bind_block_pool(pool)
-        self._jobs = StoreJobs(pool, self._objects, self._settings.max_store_backlog_bytes, self._world_size)
+        hand_offs = HandOffs(pool.pins, pool.index)
+        hand_offs.sink = self
+        limit = self._settings.max_store_backlog_bytes
+        self._jobs = StoreJobs(pool, hand_offs, self._objects, limit, self._world_size)
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """See the base class."""
@@ -142,6 +158,7 @@ class StoreScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class; what the caller is told comes with `take_transfer_params`."""
         self._excluded.pop(request, None)
+        self._answers.pop(request, None)
         self._matches.pop(request, None)
         if self._thread is not None:
             self._thread.forget(request)
@@ -170,7 +187,7 @@ class StoreScheduler(SchedulerConnector):
     # Looking up and loading.
 
     def get_num_new_matched_tokens(self, request: Request, local: ComputedBlocks) -> ExternalMatch:
-        """See the base class."""
+        """See the base class; the same question again, soon, has the same answer as far as it still holds."""
         self._matches.pop(request, None)
         self._forget_gone()
         if self._cleared() < self._jobs.epoch:
@@ -180,18 +197,15 @@ class StoreScheduler(SchedulerConnector):
             return ExternalMatch(MatchStatus.NONE)
         if self._cleared() < self._jobs.epoch:
             return _MISS
-        if self._thread is None:
-            match: StoreMatch | None = self._find(self._query(request, local))
-            self._forget_gone()
-        elif self._thread.is_running(request):
-            done, match = self._thread.poll(request, lambda: None)
+        answer = self._answers.get(request)
+        question = local.boundary, len(request.block_hashes), self._jobs.epoch
+        now = self._clock.now()
+        if answer is None or now > answer.expires or question != answer.question:
+            done, match = self._look_up(request, local)
             if not done:
                 return ExternalMatch(MatchStatus.PENDING)
-        else:
-            query = self._query(request, local)
-            done, match = self._thread.poll(request, lambda: self._find(query))
-            if not done:
-                return ExternalMatch(MatchStatus.PENDING)
+            answer = self._answers[request] = _Answer(question, now + self._settings.lookup_timeout_s, match)
+        match = answer.match
         if match is None:
             return _MISS
         if match.boundary <= local.boundary or not self._suffices(match, request):
@@ -199,8 +213,20 @@ class StoreScheduler(SchedulerConnector):
         self._matches[request] = match
         return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async, match.shared)
 
+    def _look_up(self, request: Request, local: ComputedBlocks) -> tuple[bool, StoreMatch | None]:
+        """Whether the lookup is done, and what it has found."""
+        if self._thread is not None and self._thread.is_running(request):
+            return self._thread.poll(request, lambda: None)
+        query = self._query(request, local)
+        if self._thread is not None:
+            return self._thread.poll(request, lambda: self._find(query))
+        match = self._find(query)
+        self._forget_gone()
+        return True, match
+
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
         """See the base class."""
+        del self._answers[request]
         match = self._matches.pop(request)
         objects = []
         for item in match.objects:

@@ -6,13 +6,18 @@ from dalsegno.connector.base import BoundPool
 from dalsegno.connector.store.ledger import JobLedger, KnownStored
 from dalsegno.connector.store.messages import JobReport, ObjectRef, StoredObject, StoreJob
 from dalsegno.connector.store.objects import ObjectMap
-from dalsegno.kv.hand_off import HandOff
+from dalsegno.kv.hand_off import HandOff, HandOffs
 from dalsegno.request import Request
 from dalsegno.store.keys import salt_tag
 
 __all__ = ["StoreJobs"]
 
-_COUNTERS = ("kv_offload_jobs", "kv_offload_jobs_dropped", "kv_offload_jobs_incomplete")
+_COUNTERS = (
+    "kv_offload_jobs",
+    "kv_offload_jobs_dropped",
+    "kv_offload_jobs_incomplete",
+    "kv_offload_lost_objects",
+)
 
 
 class StoreJobs:
@@ -23,9 +28,15 @@ class StoreJobs:
         outbox: registered and not yet told to the worker side.
     """
 
-    def __init__(self, pool: BoundPool, objects: ObjectMap, max_backlog_bytes: int, world_size: int) -> None:
-        """Register jobs for hand-offs of `pool`; each is reported by `world_size` ranks."""
+    def __init__(
+        self, pool: BoundPool, hand_offs: HandOffs, objects: ObjectMap, max_backlog_bytes: int, world_size: int
+    ) -> None:
+        """Register jobs for hand-offs of `pool`, and make `hand_offs` anew of what the store has lost.
+
+        Each job is reported by `world_size` ranks.
+        """
         self._pool = pool
+        self._hand_offs = hand_offs
         self._objects = objects
         self.known = KnownStored()
         self._ledger = JobLedger(max_backlog_bytes, world_size)
@@ -46,12 +57,15 @@ class StoreJobs:
         """See `HandOffSink.first_needed`: objects that are stored, or that a job is going to put, are not needed."""
         group = self._pool.layout.groups[group_id]
         for first, end in self._objects.needed(group, boundary):
-            if end > listed and not self._is_cared_for(request, group_id, end):
+            if end > listed and not self._is_cared_for(self._named(request, group_id, first, end).ref):
                 return first
         return boundary
 
-    def register(self, request: Request, hand_off: HandOff) -> None:
-        """Make a job of a hand-off and take over its pins, or drop it, count it and give them back."""
+    def register(self, request: Request, hand_off: HandOff, *, is_retry: bool = False) -> None:
+        """Make a job of a hand-off and take over its pins, or drop it, count it and give them back.
+
+        Where nothing is to be put there is a job only for who wants to be told what is stored.
+        """
         puts: list[StoredObject] = []
         requires: list[StoredObject] = []
         missing = False
@@ -59,9 +73,7 @@ class StoreJobs:
         for group in sorted(self._objects.groups, key=lambda group: group.is_state):
             for first, end in self._objects.needed(group, hand_off.boundary):
                 named = self._named(request, group.group_id, first, end)
-                if named.ref in self.known:
-                    continue
-                if self._ledger.is_pending(named.ref):
+                if self._is_cared_for(named.ref):
                     requires.append(named)
                     continue
                 size = group.block_size
@@ -81,7 +93,7 @@ class StoreJobs:
             return
         kept = [entry for entry in hand_off.blocks() if entry in used]
         self._pool.pins.unpin(entry for entry in hand_off.blocks() if entry not in used)
-        if not puts and not requires:
+        if not puts and not (request.kv_transfer_params or {}).get("do_remote_decode"):
             return
         job = StoreJob(
             self._ledger.next_id(),
@@ -91,28 +103,38 @@ class StoreJobs:
             tuple(puts),
             tuple(requires),
         )
-        self._ledger.register(job, kept, num_bytes)
+        self._ledger.register(job, request, kept, num_bytes, is_retry=is_retry)
         self.outbox.append(job)
         self.counters["kv_offload_jobs"] += 1
 
     def finish(self, rank: int, report: JobReport) -> None:
-        """A rank has reported a job; it ends with the last one. Reports of unknown jobs are ignored."""
+        """A rank has reported a job; it ends with the last one. Reports of unknown jobs are ignored.
+
+        What the store has lost is handed off again, once, as far as the device still has it.
+        """
         ended = self._ledger.finish(rank, report, self._pool.pins)
         if ended is None:
             return
-        job, report = ended
-        if job.epoch == self.epoch:
-            for ref in report.stored:
-                self.known.add(ref)
-        if not report.complete:
+        if not ended.complete:
             self.counters["kv_offload_jobs_incomplete"] += 1
+        if ended.job.epoch != self.epoch:
+            return
+        for ref in ended.stored:
+            self.known.add(ref)
+        for ref in ended.missing:
+            self.known.discard(ref)
+        self.counters["kv_offload_lost_objects"] += len(ended.missing)
+        if ended.missing and not ended.is_retry:
+            hand_off = self._hand_offs.make(ended.request, ended.job.boundary, 0)
+            if hand_off is not None:
+                self.register(ended.request, hand_off, is_retry=True)
 
     def is_pending(self, request: Request) -> bool:
-        """Whether some job is going to put an object of the request's prefixes, of its own or of another request."""
+        """Whether some job of this or another request puts objects of the request's prefixes, or asks for them."""
+        ledger, groups = self._ledger, self._objects.groups
         return any(
-            self._ledger.is_pending((group.group_id, block_hash))
+            ledger.is_asked(block_hash) or any(ledger.is_pending((group.group_id, block_hash)) for group in groups)
             for block_hash in reversed(request.block_hashes)
-            for group in self._objects.groups
         )
 
     def stored_boundary(self, request: Request) -> int:
@@ -133,8 +155,7 @@ class StoreJobs:
         self.known.clear()
         self._ledger.give_up()
 
-    def _is_cared_for(self, request: Request, group_id: int, end: int) -> bool:
-        ref: ObjectRef = group_id, request.block_hashes[end // self._pool.index.unit - 1]
+    def _is_cared_for(self, ref: ObjectRef) -> bool:
         return ref in self.known or self._ledger.is_pending(ref)
 
     def _named(self, request: Request, group_id: int, first: int, end: int) -> StoredObject:

@@ -5,13 +5,18 @@ here and in slabs by `BlockPins`; what does not fit is refused before it is regi
 """
 
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dalsegno.connector.store.messages import JobReport, ObjectRef, StoreJob
 from dalsegno.kv.pins import BlockPins
 from dalsegno.kv.ranks import RankReports
+from dalsegno.request import Request
+from dalsegno.types import BlockHash
 
-__all__ = ["JobLedger", "KnownStored"]
+__all__ = ["JobLedger", "KnownStored", "OwnedJob"]
+
+_Counted = TypeVar("_Counted")
 
 
 class KnownStored:
@@ -46,13 +51,28 @@ class KnownStored:
 
 
 @dataclass(slots=True)
-class _Owned:
+class OwnedJob:
+    """A job, whose it is, and what the ranks have said together.
+
+    Attributes:
+        job: as it was told to the worker sides.
+        request: its hashes name the objects.
+        pins: (group, block) of what the job owns.
+        num_bytes: of those blocks.
+        is_retry: whether it puts what another job was told is missing.
+        reports: the ranks that have reported.
+        stored, complete, missing: see `JobReport`.
+    """
+
     job: StoreJob
+    request: Request
     pins: list[tuple[int, int]]
     num_bytes: int
+    is_retry: bool
     reports: RankReports
     stored: set[ObjectRef]
     complete: bool = True
+    missing: set[ObjectRef] = field(default_factory=set)
 
 
 class JobLedger:
@@ -62,8 +82,10 @@ class JobLedger:
         """Let jobs hold up to `max_bytes` bytes of blocks, until `world_size` ranks have reported them."""
         self._world_size = world_size
         self._max_bytes = max_bytes
-        self._jobs: dict[int, _Owned] = {}
+        self._jobs: dict[int, OwnedJob] = {}
         self._pending: Counter[ObjectRef] = Counter()
+        # By the hash they end at: jobs that put nothing and find out whether everything is still stored.
+        self._asked: Counter[BlockHash] = Counter()
         self._count = 0
         self._given_up = 0
         self.backlog_bytes = 0
@@ -76,6 +98,10 @@ class JobLedger:
         """Whether some job is going to put the object."""
         return ref in self._pending
 
+    def is_asked(self, block_hash: BlockHash) -> bool:
+        """Whether some job only finds out if what restores the boundary of this hash is still stored."""
+        return block_hash in self._asked
+
     def next_id(self) -> int:
         """A job id that was never used."""
         self._count += 1
@@ -85,39 +111,56 @@ class JobLedger:
         """Whether a job that holds `num_bytes` more may be registered."""
         return self.backlog_bytes + num_bytes <= self._max_bytes
 
-    def register(self, job: StoreJob, pins: list[tuple[int, int]], num_bytes: int) -> None:
+    def register(
+        self, job: StoreJob, request: Request, pins: list[tuple[int, int]], num_bytes: int, *, is_retry: bool
+    ) -> None:
         """A job begins; it takes over `pins`. Its objects are pending until it is finished or given up."""
         stored = {item.ref for item in job.objects}
-        self._jobs[job.job_id] = _Owned(job, pins, num_bytes, RankReports(self._world_size), stored)
+        reports = RankReports(self._world_size)
+        self._jobs[job.job_id] = OwnedJob(job, request, pins, num_bytes, is_retry, reports, stored)
         self._pending.update(item.ref for item in job.objects)
+        if not job.objects:
+            self._asked.update(_hashes(job))
         self.backlog_bytes += num_bytes
 
-    def finish(self, rank: int, report: JobReport, pins: BlockPins) -> tuple[StoreJob, JobReport] | None:
+    def finish(self, rank: int, report: JobReport, pins: BlockPins) -> OwnedJob | None:
         """Take a rank's report; behind the last one give the job's pins back.
 
         Returns:
-            The job and what all reports say together; None while some rank has not reported, and for an id that is not
-            pending.
+            The job that has ended; None while some rank has not reported, and for an id that is not pending.
         """
         owned = self._jobs.get(report.job_id)
         if owned is None or owned.reports.has(rank):
             return None
         owned.stored.intersection_update(report.stored)
         owned.complete = owned.complete and report.complete
+        owned.missing.update(report.missing)
         if not owned.reports.add(rank):
             return None
         job_id = report.job_id
         del self._jobs[job_id]
         if job_id > self._given_up:
             for item in owned.job.objects:
-                self._pending[item.ref] -= 1
-                if not self._pending[item.ref]:
-                    del self._pending[item.ref]
+                _take_one(self._pending, item.ref)
+            if not owned.job.objects:
+                for block_hash in _hashes(owned.job):
+                    _take_one(self._asked, block_hash)
         self.backlog_bytes -= owned.num_bytes
         pins.unpin(owned.pins)
-        return owned.job, JobReport(job_id, tuple(owned.stored), owned.complete)
+        return owned
 
     def give_up(self) -> None:
         """What the jobs so far were to put is put no more; they still own their blocks until they are reported."""
         self._given_up = self._count
         self._pending.clear()
+        self._asked.clear()
+
+
+def _hashes(job: StoreJob) -> set[BlockHash]:
+    return {item.block_hash for item in job.requires if item.boundary == job.boundary}
+
+
+def _take_one(counts: Counter[_Counted], key: _Counted) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

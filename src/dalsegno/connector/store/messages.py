@@ -53,8 +53,8 @@ class StoreJob:
         epoch: the cache epoch it belongs to; a job of an older one puts nothing.
         salt: tag of the key domain.
         boundary: what is restored.
-        objects: what is to be put, states last.
-        requires: objects earlier jobs put, without which the states would be of no use.
+        objects: what is to be put, states last; none where it is only asked whether everything is there.
+        requires: everything else that restores the boundary, said to be stored or put by earlier jobs.
     """
 
     job_id: int
@@ -91,11 +91,13 @@ class JobReport:
         job_id: the job.
         stored: objects the store now holds, put or found there; of those that another rank puts, all.
         complete: whether the boundary can be restored from the store, as far as this rank knows.
+        missing: objects that were said to be stored and are not, such as those that were evicted.
     """
 
     job_id: int
     stored: tuple[ObjectRef, ...] = ()
     complete: bool = False
+    missing: tuple[ObjectRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

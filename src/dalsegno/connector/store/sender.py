@@ -1,18 +1,18 @@
 """The sender: a thread that takes store jobs in order and puts what the store lacks.
 
-A job's attention and window go first; its states are put only when everything below them is stored. Every job is
-reported exactly once, whatever raises. The epoch is checked before each put, so that nothing of before a reset enters
-the store behind it.
+A job's attention and window go first; its states are put only when everything below them is stored, what earlier jobs
+put included. Every job is reported exactly once, whatever raises. The epoch is checked before each put, so that nothing
+of before a reset enters the store behind it.
 """
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from dalsegno.connector.base import BlockMemory
 from dalsegno.connector.store.keys import KeyMaker
-from dalsegno.connector.store.messages import JobReport, StepMeta, StoredObject, StoreJob
+from dalsegno.connector.store.messages import JobReport, ObjectRef, StepMeta, StoredObject, StoreJob
 from dalsegno.connector.store.pressure import PressureGate
 from dalsegno.connector.store.task_thread import TaskThread
 from dalsegno.connector.store.transfer import buffers_of, num_tokens_of
@@ -122,19 +122,23 @@ class Sender:
 
     def _report(self, job: StoreJob) -> None:
         stored: dict[StoreKey, StoredObject] = {}
+        missing: list[ObjectRef] = []
         complete = False
         try:
-            complete = self._do(job, stored)
+            complete = self._do(job, stored, missing)
         except Exception:
             self.counters["kv_offload_store_errors"] += 1
             logger.exception("store job %d failed", job.job_id)
         refs = [item.ref for item in stored.values()]
         refs += (item.ref for item in job.objects if not self._keys.puts(item))
-        self._reports.append(JobReport(job.job_id, tuple(refs), complete))
+        self._reports.append(JobReport(job.job_id, tuple(refs), complete, tuple(missing)))
         self._on_progress()
 
-    def _do(self, job: StoreJob, stored: dict[StoreKey, StoredObject]) -> bool:
-        """Put a job's objects, adding those the store holds to `stored`; whether its boundary is complete."""
+    def _do(self, job: StoreJob, stored: dict[StoreKey, StoredObject], missing: list[ObjectRef]) -> bool:
+        """Put a job's objects, adding those the store holds to `stored` and what it lacks of the others to `missing`.
+
+        Whether its boundary is complete.
+        """
         if not job.epoch == self._epoch == self.cleared:
             return False
         if not self._gate.admits():
@@ -142,14 +146,19 @@ class Sender:
             return False
         states = [item for item in job.objects if self._layout.groups[item.group_id].is_state]
         below = [item for item in job.objects if not self._layout.groups[item.group_id].is_state]
-        done = self._put(job, below, stored) and self._has_all(job) and self._put(job, states, stored)
-        self._store.touch([*stored, *(self._keys.key(job.salt, item) for item in job.requires)])
+        required = {self._keys.key(job.salt, item): item for item in job.requires if self._keys.puts(item)}
+        done = self._put(job, below, stored) and self._has_all(required, missing) and self._put(job, states, stored)
+        self._store.touch([*stored, *required])
         return done
 
-    def _has_all(self, job: StoreJob) -> bool:
-        """Whether what earlier jobs were to put is there."""
-        keys = [self._keys.key(job.salt, item) for item in job.requires if self._keys.puts(item)]
-        return not keys or all(status is Status.OK for status in self._store.exists(keys))
+    def _has_all(self, required: Mapping[StoreKey, StoredObject], missing: list[ObjectRef]) -> bool:
+        """Whether what earlier jobs put is still there; what is not goes to `missing`."""
+        if not required:
+            return True
+        found = self._store.exists(list(required))
+        lacks = zip(required.values(), found, strict=True)
+        missing += (item.ref for item, status in lacks if status is Status.MISS)
+        return all(status is Status.OK for status in found)
 
     def _put(self, job: StoreJob, items: Sequence[StoredObject], stored: dict[StoreKey, StoredObject]) -> bool:
         """Put what is not there yet; whether all of `items` is there now, but for what other ranks put."""
