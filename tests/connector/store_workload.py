@@ -160,11 +160,12 @@ class Engine:
         self.core.verify()
         loads = self.core.connection.loads
         left = [loads.loading, loads._landed, loads._asked, loads._pending, loads._overdue, loads._manager.loads.active]
-        jobs = self.connector._jobs
-        left += [self.connector._loads, self.connector._matches, self.connector._excluded]
-        left += [jobs._ledger._jobs, jobs._ledger._pending, jobs.outbox, self.connector._loads_outbox]
-        if self.connector._thread is not None:
-            left.append(self.connector._thread._asked)
+        jobs, lookups = self.connector._jobs, self.connector._lookups
+        left += [self.connector._loads, self.connector._matches, lookups._excluded, lookups._answers]
+        left += [jobs._ledger._jobs, jobs._ledger._pending, jobs._ledger._asked, jobs.outbox]
+        left.append(self.connector._loads_outbox)
+        if lookups._thread is not None:
+            left.append(lookups._thread._asked)
         assert not any(left), f"something is remembered: {left}"
         assert jobs.backlog_bytes == 0
         assert not self.core.manager.pins.counts

@@ -3,7 +3,6 @@
 It asks the store only whether objects exist; bytes are the worker sides'. `create` makes all sides over one store.
 """
 
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,38 +12,25 @@ from dalsegno.connector.config import KVTransferConfig
 from dalsegno.connector.registry import ConnectorContext, Sides
 from dalsegno.connector.store.jobs import StoreJobs
 from dalsegno.connector.store.keys import KeyMaker
-from dalsegno.connector.store.lookup import LookupQuery, StoreMatch, find_in_store
-from dalsegno.connector.store.lookup_thread import LookupThread
-from dalsegno.connector.store.messages import LoadJob, ObjectRef, StepMeta, StoredObject, WorkerMeta
+from dalsegno.connector.store.lookup import StoreMatch
+from dalsegno.connector.store.lookups import Lookups
+from dalsegno.connector.store.messages import LoadJob, StepMeta, StoredObject, WorkerMeta
 from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.connector.store.shared_store import SharedStore
 from dalsegno.connector.store.worker import StoreWorker
-from dalsegno.kv.hand_off import HandOff, HandOffs, block_ends
+from dalsegno.kv.hand_off import HandOff, HandOffs
 from dalsegno.kv.loads import Load
 from dalsegno.kv.ranks import RankReports
 from dalsegno.kv.tables import ComputedBlocks
 from dalsegno.request import Request, RequestStatus
-from dalsegno.store.base import Status, Store
+from dalsegno.store.base import Store
 from dalsegno.store.keys import salt_tag
-from dalsegno.types import NULL_BLOCK, GroupKind, StepPlan
+from dalsegno.types import NULL_BLOCK, StepPlan
 
 __all__ = ["StoreScheduler", "create"]
 
-_COUNTERS = ("external_prefix_cache_lookups", "kv_offload_lookup_errors")
 _MISS = ExternalMatch(MatchStatus.MISS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a lookup found, None if it did not come back in time; good for the same question until `expires`.
-
-    The question is (local boundary, number of hashes, epoch).
-    """
-
-    question: tuple[int, int, int]
-    expires: float
-    match: StoreMatch | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +86,19 @@ class StoreScheduler(SchedulerConnector):
         self._layout = context.layout
         self._unit = context.cache_config.hash_block_size
         self._objects = ObjectMap(context.layout, settings.object_tokens(context.cache_config.block_size))
-        self._clock = context.clock
+        self._context = context
         self._shared = shared
-        self._store = shared.store
         self._keys = keys
         self._world_size = len(keys)
-        self._thread: LookupThread | None = None
         # What each rank has said last: the epoch its part of the store was emptied for, and its number of clearings.
         self._cleared_by_rank = [0] * len(keys)
         self._clears_by_rank = [0] * len(keys)
         self._asked_clears = 0
-        # Objects that are stored no more; lookups append from any thread.
-        self._gone: deque[ObjectRef] = deque()
         self._must_clear = False
         self._removals: list[tuple[str, tuple[StoredObject, ...]]] = []
         self._loads_outbox: list[LoadJob] = []
         self._loads: dict[int, _LoadUnderWay] = {}
-        self._answers: dict[Request, _Answer] = {}
         self._matches: dict[Request, StoreMatch] = {}
-        self._excluded: dict[Request, set[ObjectRef]] = {}
-        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
 
     def bind_block_pool(self, pool: BoundPool) -> None:
         """See the base class."""
@@ -128,11 +107,13 @@ class StoreScheduler(SchedulerConnector):
         hand_offs.sink = self
         limit = self._settings.max_store_backlog_bytes
         self._jobs = StoreJobs(pool, hand_offs, self._objects, limit, self._world_size)
+        self._lookups = Lookups(
+            self._settings, self._context, self._objects, pool.index, self._shared.store, self._keys
+        )
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """See the base class."""
-        if self._settings.lookup_async:
-            self._thread = LookupThread(self._clock, self._settings.lookup_timeout_s, callback)
+        self._lookups.start(callback)
 
     # Saving.
 
@@ -157,11 +138,8 @@ class StoreScheduler(SchedulerConnector):
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class; what the caller is told comes with `take_transfer_params`."""
-        self._excluded.pop(request, None)
-        self._answers.pop(request, None)
         self._matches.pop(request, None)
-        if self._thread is not None:
-            self._thread.forget(request)
+        self._lookups.forget(request)
         return False, None
 
     def is_answer_held(self, request: Request) -> bool:
@@ -197,36 +175,20 @@ class StoreScheduler(SchedulerConnector):
             return ExternalMatch(MatchStatus.NONE)
         if self._cleared() < self._jobs.epoch:
             return _MISS
-        answer = self._answers.get(request)
-        question = local.boundary, len(request.block_hashes), self._jobs.epoch
-        now = self._clock.now()
-        if answer is None or now > answer.expires or question != answer.question:
-            done, match = self._look_up(request, local)
-            if not done:
-                return ExternalMatch(MatchStatus.PENDING)
-            answer = self._answers[request] = _Answer(question, now + self._settings.lookup_timeout_s, match)
-        match = answer.match
+        done, match = self._lookups.poll(request, local, self._jobs.epoch)
+        if not done:
+            return ExternalMatch(MatchStatus.PENDING)
+        self._forget_gone()
         if match is None:
             return _MISS
-        if match.boundary <= local.boundary or not self._suffices(match, request):
+        if match.boundary <= local.boundary or not self._lookups.still_holds(match, request):
             return ExternalMatch(MatchStatus.MISS, shared_tokens=match.shared)
         self._matches[request] = match
         return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async, match.shared)
 
-    def _look_up(self, request: Request, local: ComputedBlocks) -> tuple[bool, StoreMatch | None]:
-        """Whether the lookup is done, and what it has found."""
-        if self._thread is not None and self._thread.is_running(request):
-            return self._thread.poll(request, lambda: None)
-        query = self._query(request, local)
-        if self._thread is not None:
-            return self._thread.poll(request, lambda: self._find(query))
-        match = self._find(query)
-        self._forget_gone()
-        return True, match
-
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
         """See the base class."""
-        del self._answers[request]
+        self._lookups.use(request)
         match = self._matches.pop(request)
         objects = []
         for item in match.objects:
@@ -292,7 +254,7 @@ class StoreScheduler(SchedulerConnector):
                 continue
             self._jobs.known.discard(item.ref)
             if load.request.status is not RequestStatus.FINISHED:
-                self._excluded.setdefault(load.request, set()).add(item.ref)
+                self._lookups.exclude(load.request, item.ref)
 
     def reset_cache(self) -> bool:
         """Empty this engine's part of the store; until that has been done nothing is looked up or stored."""
@@ -303,18 +265,17 @@ class StoreScheduler(SchedulerConnector):
     def stats(self) -> Mapping[str, int | float]:
         """See the base class."""
         return {
-            **self.counters,
+            **self._lookups.counters,
             **self._jobs.counters,
-            **{f"kv_store_{name}": value for name, value in self._store.stats().items()},
-            "kv_offload_lookup_timeouts": 0 if self._thread is None else self._thread.num_timeouts,
+            **{f"kv_store_{name}": value for name, value in self._shared.store.stats().items()},
+            "kv_offload_lookup_timeouts": self._lookups.num_timeouts,
             "kv_offload_pending_jobs": len(self._jobs),
             "kv_offload_backlog_bytes": self._jobs.backlog_bytes,
         }
 
     def shutdown(self) -> None:
         """See the base class."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._lookups.shutdown()
         self._shared.leave()
 
     def _cleared(self) -> int:
@@ -325,66 +286,7 @@ class StoreScheduler(SchedulerConnector):
         """Clearings that every rank has ended, the failed ones included."""
         return min(self._clears_by_rank)
 
-    def _query(self, request: Request, local: ComputedBlocks) -> LookupQuery:
-        index, hashes = self.pool.index, request.block_hashes
-        match = index.match(request.root_hash, hashes, len(hashes) * self._unit)
-        reach = {
-            group.group_id: local.boundary_by_group[group.name]
-            for group in self._objects.groups
-            if group.kind is GroupKind.ATTENTION
-        }
-        held = {
-            group.group_id: frozenset(index.boundaries(match, group.group_id))
-            for group in self._objects.groups
-            if group.kind is not GroupKind.ATTENTION
-        }
-        return LookupQuery(
-            hashes=list(hashes),
-            salt=salt_tag(request.cache_salt),
-            limit=request.num_tokens - 1,
-            local_boundary=local.boundary,
-            local_reach=reach,
-            held=held,
-            predicted=(*request.checkpoint_at, request.num_tokens - 1),
-            excluded=frozenset(self._excluded.get(request, ())),
-        )
-
-    def _suffices(self, match: StoreMatch, request: Request) -> bool:
-        """Whether what the lookup counted as being on the device still is; other requests may have evicted it."""
-        index = self.pool.index
-        local = index.match(request.root_hash, request.block_hashes, match.boundary)
-        for group in self._objects.groups:
-            there = [(item.first_token, item.boundary) for item in match.objects if item.group_id == group.group_id]
-            for end in block_ends(group, 0, match.boundary):
-                is_local = index.vouching(local, group.group_id, end) != NULL_BLOCK
-                if not is_local and not any(first < end <= boundary for first, boundary in there):
-                    return False
-        return True
-
     def _forget_gone(self) -> None:
         """What lookups have missed is not known to be stored any more, and can be stored again."""
-        for _ in range(len(self._gone)):
-            self._jobs.known.discard(self._gone.popleft())
-
-    def _find(self, query: LookupQuery) -> StoreMatch:
-        self.counters["external_prefix_cache_lookups"] += 1
-        return find_in_store(
-            self._layout, self._unit, self._objects, query, self._exists, self._settings.max_state_probes
-        )
-
-    def _exists(self, salt: str, objects: Sequence[StoredObject]) -> list[bool]:
-        """Whether every rank's part of each object is stored."""
-        by_rank = [[maker.key(salt, item) for item in objects] for maker in self._keys]
-        keys = list(dict.fromkeys(key for ranks_keys in by_rank for key in ranks_keys))
-        try:
-            found = self._store.exists(keys)
-        except Exception:
-            found = []
-        if len(found) != len(keys):
-            self.counters["kv_offload_lookup_errors"] += 1
-            return [False] * len(objects)
-        self.counters["kv_offload_lookup_errors"] += sum(status is Status.ERROR for status in found)
-        said = dict(zip(keys, found, strict=True))
-        by_object = [{said[key] for key in its_keys} for its_keys in zip(*by_rank, strict=True)]
-        self._gone += (item.ref for item, has in zip(objects, by_object, strict=True) if Status.MISS in has)
-        return [statuses == {Status.OK} for statuses in by_object]
+        for ref in self._lookups.take_gone():
+            self._jobs.known.discard(ref)
