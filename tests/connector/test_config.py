@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dalsegno.config import CacheConfig
 from dalsegno.connector.base import SchedulerConnector
 from dalsegno.connector.config import KVTransferConfig
 from dalsegno.connector.registry import CONNECTORS, ConnectorContext, create_connector
+from dalsegno.connector.store.settings import StoreSettings
 from dalsegno.engine.options import EngineOptions
 from dalsegno.errors import OptionError
 from dalsegno.testing.builders import make_layout
@@ -157,16 +159,16 @@ def test_a_third_partys_connector_that_is_none_is_refused(name: str, module: str
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("name", ["NullConnector", "StoreConnector"])
+@pytest.mark.parametrize("name", ["NullConnector", "StoreConnector", "MooncakeStoreConnector"])
 def test_naming_one_connector_imports_no_other(name: str) -> None:
     script = """
 import sys
 import dalsegno.connector.registry as registry
 assert not {path for path in registry.CONNECTORS.values() if path in sys.modules}, "loaded unasked"
 registry.create_connector(*__import__("pickle").loads(bytes.fromhex(sys.argv[1])))
-print(*sorted(path for path in registry.CONNECTORS.values() if path in sys.modules))
+print(*sorted({path for path in registry.CONNECTORS.values() if path in sys.modules}))
 """
-    extra = {"store": "memory"} if name == "StoreConnector" else {}
+    extra = {"store": "memory"} if "StoreConnector" in name else {}
     pickled = pickle.dumps((KVTransferConfig(name, kv_connector_extra_config=extra), context())).hex()
     done = subprocess.run([sys.executable, "-c", script, pickled], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [CONNECTORS[name]]
@@ -174,7 +176,7 @@ print(*sorted(path for path in registry.CONNECTORS.values() if path in sys.modul
 
 def test_every_connector_of_the_registry_can_be_made() -> None:
     for name in CONNECTORS:
-        extra = {"store": "memory"} if name == "StoreConnector" else {}
+        extra = {"store": "memory"} if "StoreConnector" in name else {}
         scheduler, _ = create_connector(KVTransferConfig(name, kv_connector_extra_config=extra), context())
         assert isinstance(scheduler, SchedulerConnector)
 
@@ -192,13 +194,42 @@ def test_the_short_form_is_the_embedded_store_in_both_roles(tmp_path: Path) -> N
     assert EngineOptions().transfer_config() is None
 
 
+def test_the_short_form_of_mooncake_lends_what_is_said(tmp_path: Path) -> None:
+    options = {"kv_store": "mooncake://host:7", "kv_store_bytes": 2**30}
+    settings = {"store": "mooncake", "master_server_address": "host:7", "global_segment_size": 2**30}
+    found = EngineOptions.from_keywords(options).transfer_config()
+    assert found == KVTransferConfig("MooncakeStoreConnector", "kv_both", settings)
+    found = EngineOptions(kv_store="mooncake://host").transfer_config()
+    assert found is not None
+    assert found.kv_connector_extra_config == {"store": "mooncake", "master_server_address": "host:50051"}
+
+
+def test_vllms_name_means_mooncake_which_is_looked_up_beside_the_steps() -> None:
+    config = KVTransferConfig.parse({"kv_connector": "MooncakeStoreConnector"})
+    settings = StoreSettings.parse(config, 16)
+    assert settings.store == {"store": "mooncake"}
+    assert (settings.lookup_async, settings.uses_process) == (True, False)
+    explicit = replace(settings, lookup_async=False, offload_worker="process")
+    assert explicit.lookup_async is False
+    assert explicit.uses_process is (sys.platform == "linux")
+    assert explicit.process_store["global_segment_size"] == 0, "the memory is the engine's to lend"
+    local = StoreSettings.parse(KVTransferConfig.parse({"kv_connector": "StoreConnector"}), 16)
+    assert (local.lookup_async, local.uses_process) == (False, sys.platform == "linux")
+    given = {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": {"store": "memory"}}
+    assert StoreSettings.parse(KVTransferConfig.parse(given), 16).store == {"store": "memory"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"kv_store": "d", "kv_transfer_config": STORE}, ["kv_store='d'", "kv_transfer_config"]),
         ({"kv_store_bytes": 10**9, "kv_transfer_config": STORE}, ["kv_store_bytes", "kv_transfer_config"]),
         ({"kv_store_bytes": 10**9}, ["kv_store_bytes", "needs kv_store"]),
-        ({"kv_store": ""}, ["kv_store must be a folder"]),
+        ({"kv_store": ""}, ["kv_store must be a folder", "mooncake://HOST:PORT"]),
+        ({"kv_store": "mooncake://"}, ["HOST:PORT"]),
+        ({"kv_store": "mooncake://host:port"}, ["HOST:PORT", "'host:port'"]),
+        ({"kv_store": "redis://host:1"}, ["mooncake://HOST:PORT", "'redis://host:1'"]),
+        ({"kv_store": "mooncake://host:1", "kv_store_bytes": -1}, ["kv_store_bytes", "-1"]),
         ({"kv_store": 3}, ["kv_store must be a folder", "3"]),
         ({"kv_store": "d", "kv_store_bytes": 0}, ["kv_store_bytes", "0"]),
         ({"kv_store": "d", "kv_store_bytes": 1e9}, ["kv_store_bytes", "1000000000.0"]),

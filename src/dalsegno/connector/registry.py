@@ -20,6 +20,7 @@ from dalsegno.types import Clock
 __all__ = ["CONNECTORS", "ConnectorContext", "Sides", "create_connector"]
 
 CONNECTORS = {
+    "MooncakeStoreConnector": "dalsegno.connector.store.connector",
     "NullConnector": "dalsegno.connector.null",
     "StoreConnector": "dalsegno.connector.store.connector",
 }

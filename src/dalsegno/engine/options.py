@@ -75,8 +75,12 @@ class EngineOptions:
     )
     tokenizer: str | None = _option(None, "Folder or hub name of the tokenizer; default: the model's.")
     skip_tokenizer_init: bool = _option(False, "Load no tokenizer: prompts are token ids, answers have no text.")
-    kv_store: str | None = _option(None, "Folder of an embedded store that keeps prefixes beyond the process.")
-    kv_store_bytes: int | None = _option(None, "Most bytes of the embedded store; default: the store's.")
+    kv_store: str | None = _option(
+        None, "Folder of an embedded store that keeps prefixes beyond the process, or mooncake://HOST:PORT."
+    )
+    kv_store_bytes: int | None = _option(
+        None, "Most bytes of the embedded store; default: the store's. For Mooncake: bytes this engine lends to it."
+    )
     kv_transfer_config: str | Mapping[str, Any] | None = _option(
         None, "Connector, its role and settings, as JSON or a dict; kv_store is the short form."
     )
@@ -185,11 +189,22 @@ class EngineOptions:
                 raise OptionError(f"kv_store_bytes={self.kv_store_bytes!r} needs kv_store, the folder")
             return None
         if not isinstance(self.kv_store, str) or not self.kv_store or "\0" in self.kv_store:
-            raise OptionError(f"kv_store must be a folder, got {self.kv_store!r}")
+            raise OptionError(f"kv_store must be a folder or mooncake://HOST:PORT, got {self.kv_store!r}")
+        if "://" in self.kv_store:
+            return KVTransferConfig("MooncakeStoreConnector", kv_connector_extra_config=self._mooncake())
         settings: dict[str, Any] = {"store": "embedded", "path": self.kv_store}
         if self.kv_store_bytes is not None:
             settings["bytes"] = check_integer("kv_store_bytes", self.kv_store_bytes, MIN_STORE_BYTES)
         return KVTransferConfig("StoreConnector", kv_connector_extra_config=settings)
+
+    def _mooncake(self) -> dict[str, Any]:
+        """Settings of the Mooncake store that `kv_store` names."""
+        from dalsegno.store.mooncake.config import master_address
+
+        settings: dict[str, Any] = {"store": "mooncake", "master_server_address": master_address(self.kv_store or "")}
+        if self.kv_store_bytes is not None:
+            settings["global_segment_size"] = check_integer("kv_store_bytes", self.kv_store_bytes, 0)
+        return settings
 
     def _check_verification(self) -> None:
         share, folder = self.verify_prefix_cache, self.verify_dump_dir

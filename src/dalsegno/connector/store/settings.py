@@ -12,8 +12,11 @@ from dalsegno.options import check_integer, check_seconds
 
 __all__ = ["StoreSettings"]
 
-_SHARED_STORES = ("embedded",)
+_SHARED_STORES = ("embedded", "mooncake")
+_REMOTE_STORES = ("mooncake",)
+_MOONCAKE_CONNECTOR = "MooncakeStoreConnector"
 _BOOLEANS = ("enable_lookup", "load_async", "save_decode_cache", "lookup_async")
+_BY_DEFAULT = ("save_decode_cache", "lookup_async")
 _SECONDS = ("lookup_timeout_s", "pressure_pause_s")
 
 
@@ -27,13 +30,14 @@ class StoreSettings:
         max_state_probes: most boundaries one lookup asks for states at.
         enable_lookup: whether to look up and load at all.
         load_async: whether other requests run while one loads.
-        lookup_async: whether a lookup may take longer than a step; then it runs on a thread of its own.
+        lookup_async: whether a lookup may take longer than a step; then it runs on a thread of its own. Default: with a
+            store behind a network.
         lookup_timeout_s: after so long such a lookup is a miss.
         save_decode_cache: whether answers are stored; default: in role kv_both.
         cache_prefix: engines with different ones never hit each other.
         pressure_pause_s: when the store had no room, saves are skipped for so long before one is tried again.
         offload_worker: what puts objects into the store: a "thread" of the engine's process, or a "process", which
-            disturbs decode steps less and needs a store that several processes share; the default where there is one.
+            disturbs decode steps less and needs a store that several processes share; the default for one on this host.
         store: the settings of the store itself.
 
     Raises:
@@ -45,7 +49,7 @@ class StoreSettings:
     max_state_probes: int = 256
     enable_lookup: bool = True
     load_async: bool = True
-    lookup_async: bool = False
+    lookup_async: bool | None = None
     lookup_timeout_s: float = 5.0
     save_decode_cache: bool | None = None
     cache_prefix: str = ""
@@ -59,7 +63,7 @@ class StoreSettings:
         check_integer("max_state_probes", self.max_state_probes, 1)
         for name in _BOOLEANS:
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "save_decode_cache" and value is None):
+            if not isinstance(value, bool) and not (name in _BY_DEFAULT and value is None):
                 raise OptionError(f"kv_connector_extra_config: {name} must be true or false, got {value!r}")
         for name in _SECONDS:
             check_seconds(name, getattr(self, name))
@@ -74,6 +78,8 @@ class StoreSettings:
             )
         if not isinstance(self.cache_prefix, str):
             raise OptionError(f"kv_connector_extra_config: cache_prefix must be text, got {self.cache_prefix!r}")
+        if self.lookup_async is None:
+            object.__setattr__(self, "lookup_async", self._store_name in _REMOTE_STORES)
 
     @classmethod
     def parse(cls, config: KVTransferConfig, block_size: int) -> "StoreSettings":
@@ -81,6 +87,8 @@ class StoreSettings:
         names = {entry.name for entry in fields(cls)} - {"store"}
         given = dict(config.kv_connector_extra_config)
         own = {name: given.pop(name) for name in list(given) if name in names}
+        if config.kv_connector == _MOONCAKE_CONNECTOR:
+            given.setdefault("store", "mooncake")
         if isinstance(given.get("path"), str) and given["path"]:
             # Another process opens it too, perhaps when the working directory is another one.
             given["path"] = os.path.abspath(given["path"])
@@ -95,11 +103,22 @@ class StoreSettings:
     @property
     def uses_process(self) -> bool:
         """Whether a process of its own puts objects into the store."""
-        return self._can_be_shared if self.offload_worker is None else self.offload_worker == "process"
+        if self.offload_worker is None:
+            return self._can_be_shared and self._store_name not in _REMOTE_STORES
+        return self.offload_worker == "process"
+
+    @property
+    def process_store(self) -> Mapping[str, Any]:
+        """Settings with which that process opens the store; the memory lent to it is the engine's alone."""
+        return {**self.store, "global_segment_size": 0} if self._store_name == "mooncake" else self.store
 
     @property
     def _can_be_shared(self) -> bool:
-        return sys.platform == "linux" and self.store.get("store", "embedded") in _SHARED_STORES
+        return sys.platform == "linux" and self._store_name in _SHARED_STORES
+
+    @property
+    def _store_name(self) -> Any:
+        return self.store.get("store", "embedded")
 
     def object_tokens(self, block_size: int) -> int:
         """Tokens per object of full attention: the setting, rounded up to whole blocks."""

@@ -42,7 +42,7 @@ class StoreWorker(WorkerConnector):
         pause = self._settings.pressure_pause_s
         self._sender: Sender | ProcessSender
         if self._settings.uses_process and memory.path is not None:
-            setup = SenderSetup(self._settings.store, self._keys, layout, memory.path, pause)
+            setup = SenderSetup(self._settings.process_store, self._keys, layout, memory.path, pause)
             self._sender = ProcessSender(setup, self._progress)
         else:
             gate = PressureGate(self._context.clock.now, pause)
