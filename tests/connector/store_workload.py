@@ -12,19 +12,23 @@ from dalsegno.config import CacheConfig, SchedulerConfig
 from dalsegno.connector.config import KVTransferConfig
 from dalsegno.connector.registry import ConnectorContext, create_connector
 from dalsegno.connector.store.connector import StoreScheduler
+from dalsegno.connector.store.keys import KeyMaker
+from dalsegno.connector.store.messages import StoredObject
 from dalsegno.engine.core import EngineCore
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.request import FinishReason, Request, RequestUpdate
 from dalsegno.sampling_params import SamplingParams
 from dalsegno.sched.connection import ConnectorSetup
 from dalsegno.store.base import Store
+from dalsegno.store.keys import salt_tag
 from dalsegno.store.memory import MemoryStore
 from dalsegno.store.wrappers.faulty import Fault, FaultyStore
 from dalsegno.store.wrappers.latency import LatencyStore
 from dalsegno.testing.auditing_store import AuditingStore, CellAuditor
 from dalsegno.testing.builders import layout_alone, make_cut, make_request
+from dalsegno.testing.fake_memory import rank_mask
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker, expected_tokens
-from dalsegno.types import StepPlan
+from dalsegno.types import BlockHash, StepPlan
 from tests.connector.engines import Unclosable
 from tests.connector.unruly import UnrulyWorker
 
@@ -71,6 +75,8 @@ class Shape:
         )
         self.object_tokens = self.config.block_size * rng.choice([1, 2, 4])
         self.cut = [rng.choice([1, 1, 2, 4, 8]) for _ in self.kinds]
+        self.world_size = rng.choice([1, 1, 1, 2, 4])
+        self.put_step = {group: rng.choice([1, 2, self.world_size]) for group in range(2) if self.world_size > 1}
 
     def layout(self, budget: int, extra: str) -> MemoryLayout:
         """Exactly the need of the largest request, one slab more, or several times as much."""
@@ -79,6 +85,24 @@ class Shape:
         )
         need = layout_alone(cut, self.config, max_model_len=self.max_model_len, budget=budget)
         return cut.with_slabs({"none": need, "one": need + 1, "twice": 2 * need, "many": 8 * need}[extra])
+
+    def context(self, layout: MemoryLayout, clock: FakeClock) -> ConnectorContext:
+        ranks = range(self.world_size)
+        return ConnectorContext(layout, self.config, {"weights": "w"}, clock, ranks, len(ranks), self.put_step)
+
+    def masks(self) -> dict[tuple[str, int], int]:
+        """Of cells, by the namespace they are stored under and their group."""
+        context = self.context(self.layout(64, "one"), FakeClock())
+        found = {}
+        for rank in range(self.world_size):
+            maker = KeyMaker(context, rank, self.object_tokens, "")
+            for group in context.layout.groups:
+                step = self.put_step.get(group.group_id, 1)
+                named = StoredObject(group.group_id, 0, self.unit, BlockHash(bytes(32)))
+                found[maker.key(salt_tag(None), named).namespace, group.group_id] = rank_mask(
+                    rank, group.group_id, step
+                )
+        return found
 
 
 class Engine:
@@ -102,17 +126,20 @@ class Engine:
         }
         self.max_backlog_bytes = settings["max_store_backlog_bytes"]
         role = rng.choice(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"])
-        scheduler, (worker,) = create_connector(
-            KVTransferConfig("StoreConnector", role, settings),
-            ConnectorContext(self.layout, shape.config, {"weights": "w"}, self.clock),
+        scheduler, workers = create_connector(
+            KVTransferConfig("StoreConnector", role, settings), shape.context(self.layout, self.clock)
         )
         assert isinstance(scheduler, StoreScheduler)
         self.connector = scheduler
         unruly = rng.random() < 0.5
-        self.reports = UnrulyWorker(worker, rng, hold=0.5 * unruly, repeat=0.2 * unruly)
-        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connectors=[self.reports])
+        self.ranks = [UnrulyWorker(worker, rng, hold=0.5 * unruly, repeat=0.2 * unruly) for worker in workers]
+        self.worker = FakeWorker(
+            self.layout, self.clock, vocab_size=VOCABULARY, connectors=self.ranks, put_step=shape.put_step
+        )
         self.worker.before_step = self.before_step
-        setup = ConnectorSetup(scheduler, load_timeout_s=rng.choice([2.0, 30.0, 1000.0]), job_timeout_s=30.0)
+        setup = ConnectorSetup(
+            scheduler, len(workers), load_timeout_s=rng.choice([2.0, 30.0, 1000.0]), job_timeout_s=30.0
+        )
         scheduling = SchedulerConfig(
             shape.max_model_len,
             budget,
@@ -155,7 +182,8 @@ class Engine:
 
     def settle(self) -> None:
         """Report everything, then take the census of engine and connector."""
-        self.reports.hold = 0.0
+        for rank in self.ranks:
+            rank.hold = 0.0
         assert self.core.wait_for_connector(10_000), self.core.stats()
         self.core.verify()
         loads = self.core.connection.loads
@@ -177,11 +205,14 @@ class StoreRun:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.shape = shape = Shape(rng)
-        inner: Store = MemoryStore(rng.choice([None, None, 20_000, 3_000]))
+        self.memory = MemoryStore(rng.choice([None, None, 20_000, 3_000]))
+        inner: Store = self.memory
         faults = rng.random() < 0.4
         if rng.random() < 0.5:
             inner = LatencyStore(inner, rng.choice([0.0002, 0.001, 0.003]))
-        self.audit = AuditingStore(inner, shape.layout(64, "one"), shape.unit, shape.object_tokens, CellAuditor())
+        self.audit = AuditingStore(
+            inner, shape.layout(64, "one"), shape.unit, shape.object_tokens, CellAuditor(shape.masks())
+        )
         store: Store = self.audit
         if faults:
             store = FaultyStore(self.audit, rates=dict.fromkeys(Fault, rng.choice([0.02, 0.2])), seed=seed)
@@ -230,10 +261,21 @@ class StoreRun:
             core.reset_prefix_cache(reset_running_requests=rng.random() < 0.7, reset_external=True)
         elif what < 0.385:
             engine.fails_next = True
+        elif what < 0.39:
+            self.lose()
         else:
             for _ in range(rng.choice([1, 1, 3, 10])):
                 if core.has_unfinished_requests:
                     engine.step()
+
+    def lose(self) -> None:
+        """The store loses some of its objects, or all, and tells nobody."""
+        if self.rng.random() < 0.3:
+            self.memory.clear()
+            return
+        with self.memory._lock:
+            keys = list(self.memory._entries)
+        self.memory.remove([key for key in keys if self.rng.random() < 0.2])
 
     def arrive(self, engine: Engine) -> None:
         rng, longest = self.rng, self.shape.max_model_len

@@ -26,6 +26,7 @@ EVENTS = (
     "kv_offload_jobs_dropped",
     "kv_offload_jobs_incomplete",
     "kv_offload_allocation_failure",
+    "kv_offload_lost_objects",
     "num_preemptions",
     "num_evicted_blocks",
     "request_success_abort",

@@ -6,7 +6,7 @@ part of what is tested, so failures are collected; `check` raises them in the te
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from dalsegno.store.base import Buffers, Status, Store, flat_view
 from dalsegno.store.keys import StoreKey, salt_tag
 from dalsegno.store.objects import HEADER_BYTES, OBJECT_VERSION, payload_checksum, unpack_header
 from dalsegno.store.wrappers.wrapped import WrappedStore
+from dalsegno.testing.fake_memory import POISON
 from dalsegno.testing.fake_worker import extend_cells
 from dalsegno.types import BlockHash
 
@@ -34,12 +35,14 @@ class AuditedObject:
         token_ids: the whole prefix up to its boundary.
         first_token: its first token; 0 for a state.
         payload: its bytes without the header.
+        namespace: of its key; says which ranks' bytes they are.
     """
 
     group: GroupSpec
     token_ids: Sequence[int]
     first_token: int
     payload: bytes
+    namespace: str
 
 
 class Auditor(Protocol):
@@ -166,18 +169,24 @@ class AuditingStore(WrappedStore):
         prefix = self.book.find(key.block_hash)
         assert prefix is not None, "the prefix was found before"
         first = self._objects.first_token(group, key.boundary)
-        return self._auditor.difference(AuditedObject(group, prefix[1], first, value[HEADER_BYTES:]))
+        return self._auditor.difference(AuditedObject(group, prefix[1], first, value[HEADER_BYTES:], key.namespace))
 
 
 class CellAuditor:
     """What `FakeWorker` computes: cells that follow from the tokens alone, equal to the last bit."""
+
+    def __init__(self, masks: Mapping[tuple[str, int], int] | None = None) -> None:
+        """Expect masked cells: `masks` by namespace and group, see `rank_mask`; None where there is one rank."""
+        self._masks = masks
 
     def difference(self, claimed: AuditedObject) -> str | None:
         """See `Auditor.difference`."""
         cells: list[int] = []
         extend_cells(cells, claimed.token_ids)
         expected = cells[-1:] if claimed.group.is_state else cells[claimed.first_token :]
-        found = np.frombuffer(claimed.payload, dtype=np.int64).tolist()
+        mask = 0 if self._masks is None else self._masks[claimed.namespace, claimed.group.group_id]
+        stored = np.frombuffer(claimed.payload, dtype=np.int64)
+        found = np.where(stored == POISON, stored, stored ^ mask).tolist()
         if found == expected:
             return None
         wrong = [i for i, (cell, right) in enumerate(zip(found, expected, strict=False)) if cell != right]

@@ -3,7 +3,7 @@
 A cell that was never written, or poisoned, is known; a cell that another rank wrote reads as another number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +11,16 @@ import numpy.typing as npt
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.types import NULL_BLOCK
 
-__all__ = ["POISON", "RankMemory"]
+__all__ = ["POISON", "RankMemory", "rank_mask"]
 
 POISON = -1
 """What a cell reads as that must not be read."""
+
+
+def rank_mask(rank: int, group: int, put_step: int) -> int:
+    """The mask of a group's cells on a rank, if `put_step` neighbouring ranks have the same bytes; 0 on the first."""
+    first = rank - rank % put_step
+    return (first * 0x9E3779B97F4A7C15 + first * group * 0xC2B2AE3D27D4EB4F) & ((1 << 62) - 1)
 
 
 class RankMemory:
@@ -26,13 +32,13 @@ class RankMemory:
 
     path = None
 
-    def __init__(self, layout: MemoryLayout, mask_of: Callable[[int], int]) -> None:
-        """Poison everything; `mask_of` gives the mask of each group, at least 0."""
+    def __init__(self, layout: MemoryLayout, masks: Mapping[int, int]) -> None:
+        """Poison everything; `masks` are those of the groups, at least 0."""
         widths = {group.group_id: 1 if group.is_state else group.block_size for group in layout.groups}
         counts = {group.group_id: layout.num_slabs * group.blocks_per_slab for group in layout.groups}
         flat = np.full(sum(counts[group] * widths[group] for group in widths), POISON, dtype=np.int64)
         self.memory = flat.data.cast("B")
-        self._masks = {group: mask_of(group) for group in widths}
+        self._masks = masks
         self._cells: dict[int, npt.NDArray[np.int64]] = {}
         self._begin: dict[int, int] = {}
         begin = 0

@@ -15,7 +15,7 @@ from dalsegno.connector.base import WorkerConnector
 from dalsegno.connector.port import ConnectorPort
 from dalsegno.kv.layout import GroupSpec, MemoryLayout
 from dalsegno.prefix.resolve import window_first_block
-from dalsegno.testing.fake_memory import POISON, RankMemory
+from dalsegno.testing.fake_memory import POISON, RankMemory, rank_mask
 from dalsegno.types import NULL_BLOCK, SampleSpec, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
 __all__ = [
@@ -173,14 +173,10 @@ class FakeWorker:
         self.closed = False
         steps = put_step or {}
 
-        def mask(rank: int, group: int) -> int:
-            first = rank - rank % steps.get(group, 1)
-            return _mix(first, group) if first else 0
-
-        self.memories = [
-            RankMemory(layout, lambda group, rank=rank: mask(rank, group))  # type: ignore[misc]
-            for rank in range(max(1, len(connectors)))
-        ]
+        self.memories = []
+        for rank in range(max(1, len(connectors))):
+            masks = {g.group_id: rank_mask(rank, g.group_id, steps.get(g.group_id, 1)) for g in layout.groups}
+            self.memories.append(RankMemory(layout, masks))
         # Of the rank that is being computed.
         self._memory = self.memories[0]
         self.port: ConnectorPort = _FakePort(connectors, self.memories[: len(connectors)], self.clock)
