@@ -1,4 +1,4 @@
-"""`dalsegno store`: what is in an embedded store, whether it is sound, and emptying it."""
+"""`dalsegno store`: what is in an embedded store, whether it is sound, emptying it; lending memory to Mooncake."""
 
 import contextlib
 import json
@@ -11,15 +11,18 @@ import typer
 
 from dalsegno.errors import OptionError
 from dalsegno.obs.progress import Progress
+from dalsegno.store.base import Store
 from dalsegno.store.embedded import EmbeddedStore
 from dalsegno.store.embedded.inspection import list_store, verify_store
 from dalsegno.store.keys import salt_tag
+from dalsegno.store.registry import is_mooncake
 
 __all__ = ["store_commands"]
 
 store_commands = typer.Typer(help="Look into a store of prefixes, check it, empty it.", no_args_is_help=True)
 
-_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the store.")]
+_Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder of the store.")]
+_Address = Annotated[str, typer.Argument(metavar="mooncake://HOST:PORT", help="Where the master listens.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 
@@ -86,7 +89,7 @@ def _verify(directory: _Folder, *, as_json: _Json = False) -> None:
 
 @store_commands.command("clear")
 def _clear(
-    directory: _Folder,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The folder of the store, or mooncake://HOST:PORT.")],
     *,
     salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Only what was stored under this cache salt.")
@@ -96,14 +99,45 @@ def _clear(
     """Remove all objects, or those of one cache salt."""
     from dalsegno.cli.terminal import status
 
-    with _opened(directory) as store, status("removing objects"):
+    opened = _mooncake(directory) if is_mooncake(directory) else _opened(directory)
+    with opened as store, status("removing objects"):
         removed = store.clear(salt=None if salt is None else salt_tag(salt))
     typer.echo(json.dumps({"removed": removed}) if as_json else f"removed {removed} objects")
 
 
+@store_commands.command("serve")
+def _serve(
+    address: _Address,
+    *,
+    segment_bytes: Annotated[str, typer.Option(metavar="N", help="How much to lend: bytes, or such as 4GB.")],
+    with_master: Annotated[
+        bool, typer.Option("--with-master", help="Start a master on this host too, and end it with this command.")
+    ] = False,
+) -> None:
+    """Lend memory to a Mooncake store until stopped by Ctrl-C or SIGTERM."""
+    from dalsegno.cli.store_serve import serve_memory
+
+    serve_memory(address, segment_bytes, with_master=with_master)
+
+
 @contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[EmbeddedStore]:
-    store = EmbeddedStore(directory, create=False)
+def _mooncake(address: str) -> Iterator[Store]:
+    from dalsegno.store.mooncake import open_mooncake
+    from dalsegno.store.mooncake.config import master_address
+
+    store = open_mooncake({"master_server_address": master_address(address), "global_segment_size": 0})
+    with contextlib.closing(store):
+        yield store
+
+
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[EmbeddedStore]:
+    if is_mooncake(directory):
+        raise OptionError(
+            f"this looks into folders, got {directory!r}; of a Mooncake store the master tells, at /metrics of its "
+            "metrics port"
+        )
+    store = EmbeddedStore(Path(directory), create=False)
     try:
         yield store
     except lmdb.Error as error:

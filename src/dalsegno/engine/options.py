@@ -15,7 +15,7 @@ from dalsegno.connector.config import KVTransferConfig
 from dalsegno.engine.foreign_options import FOREIGN_OFF_VALUES, OURS_INSTEAD
 from dalsegno.errors import OptionError
 from dalsegno.options import check_foreign_options, check_integer, check_seconds
-from dalsegno.store.registry import MIN_STORE_BYTES
+from dalsegno.store.registry import MIN_STORE_BYTES, is_mooncake
 
 __all__ = ["EngineOptions", "OptionSpec", "option_specs"]
 
@@ -190,7 +190,7 @@ class EngineOptions:
             return None
         if not isinstance(self.kv_store, str) or not self.kv_store or "\0" in self.kv_store:
             raise OptionError(f"kv_store must be a folder or mooncake://HOST:PORT, got {self.kv_store!r}")
-        if "://" in self.kv_store:
+        if is_mooncake(self.kv_store):
             return KVTransferConfig("MooncakeStoreConnector", kv_connector_extra_config=self._mooncake())
         settings: dict[str, Any] = {"store": "embedded", "path": self.kv_store}
         if self.kv_store_bytes is not None:

@@ -7,10 +7,15 @@ from dalsegno.errors import OptionError
 from dalsegno.options import check_foreign_options, check_integer, check_seconds
 from dalsegno.store.base import Store
 
-__all__ = ["MIN_STORE_BYTES", "STORES", "open_store"]
+__all__ = ["MIN_STORE_BYTES", "STORES", "is_mooncake", "open_store"]
 
 MIN_STORE_BYTES = 2**20
 """Least bound on the bytes of a store."""
+
+
+def is_mooncake(place: str) -> bool:
+    """Whether this names a Mooncake store rather than a folder."""
+    return "://" in place
 
 
 def open_store(config: Mapping[str, Any]) -> Store:
