@@ -1,11 +1,11 @@
 """Engine cores on the fake worker with a store connector, several of them on one store if wanted."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from dalsegno.config import CacheConfig, SchedulerConfig
 from dalsegno.connector.config import KVTransferConfig
-from dalsegno.connector.registry import ConnectorContext, create_connector
+from dalsegno.connector.registry import ConnectorContext, Sides, create_connector
 from dalsegno.engine.core import EngineCore
 from dalsegno.request import Request, RequestUpdate
 from dalsegno.sched.connection import ConnectorSetup
@@ -61,12 +61,8 @@ class StoreEngine:
         self.context = ConnectorContext(
             self.layout, config, identity, self.clock, range(world_size), world_size, put_step or {}
         )
-        scheduler, workers = create_connector(KVTransferConfig("StoreConnector", role, settings), self.context)
-        self.ranks = [UnrulyWorker(worker) for worker in workers]
-        self.reports = self.ranks[0]
-        self.worker = FakeWorker(
-            self.layout, self.clock, vocab_size=VOCABULARY, connectors=self.ranks, put_step=put_step
-        )
+        scheduler, workers = self.connect(role, settings)
+        self.worker = FakeWorker(self.layout, self.clock, vocab_size=VOCABULARY, connectors=workers, put_step=put_step)
         self.core = EngineCore(
             self.worker,
             self.clock,
@@ -78,7 +74,14 @@ class StoreEngine:
         )
         self._count = 0
 
-    def __enter__(self) -> "StoreEngine":
+    def connect(self, role: str, settings: Mapping[str, Any]) -> Sides:
+        """Make the connector."""
+        scheduler, workers = create_connector(KVTransferConfig("StoreConnector", role, settings), self.context)
+        self.ranks = [UnrulyWorker(worker) for worker in workers]
+        self.reports = self.ranks[0]
+        return scheduler, self.ranks
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

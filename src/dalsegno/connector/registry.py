@@ -21,6 +21,7 @@ __all__ = ["CONNECTORS", "ConnectorContext", "Sides", "create_connector"]
 
 CONNECTORS = {
     "MooncakeStoreConnector": "dalsegno.connector.store.connector",
+    "MultiConnector": "dalsegno.connector.multi.connector",
     "NullConnector": "dalsegno.connector.null",
     "StoreConnector": "dalsegno.connector.store.connector",
 }

@@ -30,6 +30,7 @@ class StoreWorker(WorkerConnector):
         self.needs_shared_memory = settings.uses_process
         self._callback: Callable[[], None] = lambda: None
         self._reported_clears = 0
+        self._is_started = False
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """See the base class."""
@@ -48,6 +49,7 @@ class StoreWorker(WorkerConnector):
             gate = PressureGate(self._context.clock.now, pause)
             self._sender = Sender(self._store, self._keys, layout, memory, gate, self._progress)
         self._receiver = Receiver(self._store, self._keys, layout, memory, self._sender.touch, self._progress)
+        self._is_started = True
 
     def start_load_kv(self, step_meta: object) -> None:
         """See the base class."""
@@ -81,6 +83,9 @@ class StoreWorker(WorkerConnector):
 
     def shutdown(self) -> None:
         """See the base class; a store that hangs is left to its thread."""
+        if not self._is_started:
+            self._shared.leave()
+            return
         self._receiver.close()
         self._sender.close()
         self._shared.leave(hangs=self._receiver.is_alive or self._sender.is_alive)

@@ -1,0 +1,1 @@
+"""The connector made of others: loads from the one that has most, saves to all."""
