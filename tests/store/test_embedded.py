@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dalsegno.errors import OptionError
+from dalsegno.errors import EngineError, OptionError
 from dalsegno.store.base import Status
 from dalsegno.store.embedded import EmbeddedStore, folder
 from dalsegno.store.embedded.inspection import list_store, verify_store
@@ -308,3 +308,16 @@ def test_a_full_disk_is_no_room_until_there_is_some(small_disk: Path) -> None:
         (small_disk / "ballast").unlink()
         assert put_number(store, 1) is Status.OK
         assert verified(store, [1]) == {1: Status.OK}
+
+
+def test_a_clearing_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> list[bytes]:
+        raise OSError("the disk is gone")
+
+    with open_store(tmp_path / "store") as store:
+        assert put_number(store, 1) is Status.OK
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_drop", fail)
+            with pytest.raises(EngineError, match="the disk is gone"):
+                store.clear()
+        assert store.clear() == 1

@@ -70,7 +70,7 @@ class Store(Protocol):
         """Remove every object, or those of one namespace, of one salt tag, or of both; return how many there were.
 
         Raises:
-            EngineError: the store cannot be reached.
+            EngineError: some of them may still be there.
         """
         ...
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lmdb
 
+from dalsegno.errors import EngineError
 from dalsegno.store.base import Buffers, Status, num_buffer_bytes
 from dalsegno.store.embedded.catalog import Catalog
 from dalsegno.store.embedded.environment import DEFAULT_STORE_BYTES, TOTALS_KEY, Environment, open_environment
@@ -144,7 +145,7 @@ class EmbeddedStore:
 
     def clear(self, namespace: str | None = None, salt: str | None = None) -> int:
         """See `Store.clear`."""
-        environment = self._environment
+        environment = self._environment or self._attach()
         if environment is None:
             return 0
         try:
@@ -157,7 +158,7 @@ class EmbeddedStore:
             return len(self._drop(environment, chosen))
         except _FAILURES as error:
             self._failed("clear", error, 1)
-            return 0
+            raise EngineError(f"the embedded store could not be emptied: {error}") from error
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
         """See `Store.touch`; written with the next put, or within a sync interval."""
