@@ -22,12 +22,15 @@ from dalsegno.sched.connection import ConnectorSetup
 from dalsegno.store.base import Store
 from dalsegno.store.keys import salt_tag
 from dalsegno.store.memory import MemoryStore
+from dalsegno.store.mooncake import MooncakeStore
 from dalsegno.store.wrappers.faulty import Fault, FaultyStore
 from dalsegno.store.wrappers.latency import LatencyStore
 from dalsegno.testing.auditing_store import AuditingStore, CellAuditor
 from dalsegno.testing.builders import layout_alone, make_cut, make_request
 from dalsegno.testing.fake_memory import rank_mask
+from dalsegno.testing.fake_mooncake import FakeMooncakeMaster
 from dalsegno.testing.fake_worker import FakeClock, FakeWorker, expected_tokens
+from dalsegno.testing.faulty_mooncake import UnluckyMooncakeClient
 from dalsegno.types import BlockHash, StepPlan
 from tests.connector.engines import Unclosable
 from tests.connector.unruly import UnrulyWorker
@@ -205,8 +208,8 @@ class StoreRun:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.shape = shape = Shape(rng)
-        self.memory = MemoryStore(rng.choice([None, None, 20_000, 3_000]))
-        inner: Store = self.memory
+        self.made = self.make_store(rng)
+        inner: Store = self.made
         faults = rng.random() < 0.4
         if rng.random() < 0.5:
             inner = LatencyStore(inner, rng.choice([0.0002, 0.001, 0.003]))
@@ -221,6 +224,15 @@ class StoreRun:
         self.requests: list[tuple[Engine, Request, list[int]]] = []
         self.answers: list[list[int]] = []
         self.count = 0
+
+    def make_store(self, rng: random.Random) -> MemoryStore | MooncakeStore:
+        """Memory, or the fake Mooncake; with little room or much, with bad luck or without."""
+        if rng.random() < 0.5:
+            return MemoryStore(rng.choice([None, None, 20_000, 3_000]))
+        self.master = FakeMooncakeMaster()
+        segment_bytes = rng.choice([2**24, 20_000])
+        client = UnluckyMooncakeClient(self.master, segment_bytes, rng.choice([0.0, 0.1]), rng.randrange(100))
+        return MooncakeStore(client, probe_interval_s=0.001)
 
     def play(self, num_steps: int) -> int:
         """Run; returns the steps made."""
@@ -270,12 +282,17 @@ class StoreRun:
 
     def lose(self) -> None:
         """The store loses some of its objects, or all, and tells nobody."""
-        if self.rng.random() < 0.3:
-            self.memory.clear()
+        share = self.rng.choice([0.2, 0.2, 1.0])
+        if isinstance(self.made, MemoryStore):
+            with self.made._lock:
+                keys = list(self.made._entries)
+            self.made.remove([key for key in keys if self.rng.random() < share])
             return
-        with self.memory._lock:
-            keys = list(self.memory._entries)
-        self.memory.remove([key for key in keys if self.rng.random() < 0.2])
+        with self.master.lock:
+            names = [name for name, item in self.master.objects.items() if item.is_complete]
+            for name in names:
+                if self.rng.random() < share:
+                    self.master.evict(name)
 
     def arrive(self, engine: Engine) -> None:
         rng, longest = self.rng, self.shape.max_model_len

@@ -90,7 +90,7 @@ def disturbed(kind: str, at: int, what: Disturbance, cold: Answers) -> list[str]
     backend, answers, asked = backend_of(kind), Answers(), prompts(backend_of(kind).vocab_size)
     config = CacheConfig(block_size=32, hash_block_size=16)
     layout = plan_layout(backend.specs, config, num_slabs=60)
-    worker = backend.worker(layout, answers.logits, None)
+    worker = backend.worker(layout, answers.logits, (), {})
     core = EngineCore(worker, backend.clock, layout, config, SchedulerConfig(128, 24), debug=True)
     requests = run(core, kind, asked[:4], at, what) + run(core, kind, asked[4:], 0, what)
     expected = Answers(tokens=dict(cold.tokens), logits=cold.logits)

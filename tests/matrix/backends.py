@@ -1,6 +1,6 @@
 """What the switch matrix runs on: the integers of the fake worker, or a real tiny model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Backend:
     vocab_size: int
     clock: Clock
     sample_stride: int
-    worker: Callable[[MemoryLayout, Logits, WorkerConnector | None], Worker]
+    worker: Callable[[MemoryLayout, Logits, Sequence[WorkerConnector], Mapping[int, int]], Worker]
 
 
 def fake_backend(kinds: str) -> Backend:
@@ -56,8 +56,8 @@ def fake_backend(kinds: str) -> Backend:
         997,
         clock,
         1,
-        lambda layout, logits, connector: FakeWorker(
-            layout, clock, connectors=[] if connector is None else [connector]
+        lambda layout, logits, connectors, put_step: FakeWorker(
+            layout, clock, connectors=connectors, put_step=put_step
         ),
     )
 
@@ -71,8 +71,11 @@ def model_backend(directory: Path) -> Backend:
 
     model = load_model(directory, torch.float32, torch.device("cpu"))
 
-    def worker(layout: MemoryLayout, logits: Logits, connector: WorkerConnector | None) -> Worker:
-        made = ModelWorker(model, layout, torch.device("cpu"), connector)
+    def worker(
+        layout: MemoryLayout, logits: Logits, connectors: Sequence[WorkerConnector], put_step: Mapping[int, int]
+    ) -> Worker:
+        assert len(connectors) <= 1, "a model has one rank"
+        made = ModelWorker(model, layout, torch.device("cpu"), *connectors)
 
         def observe(request_id: str, position: int, row: Any) -> None:
             logits.setdefault(request_id, {})[position] = row.float().numpy().copy()

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from tests.matrix.stores import RANKS, STORES
 from tests.matrix.workload import Cell
 
 SWITCHES: dict[str, Sequence[Any]] = {
@@ -15,8 +16,12 @@ SWITCHES: dict[str, Sequence[Any]] = {
     "block_size": (16, 64, 48, 1024),
     "together": (True, False),
     "interval": (16, 32, 0),
-    "store": ("none", "memory", "embedded", "faulty"),
+    "store": ("none", *STORES),
 }
+
+
+RANKED = {**SWITCHES, "ranks": tuple(RANKS)}
+"""With several ranks, which a model does not have."""
 
 
 def pairwise(switches: dict[str, Sequence[Any]] = SWITCHES, seed: int = 0) -> list[Cell]:
@@ -38,10 +43,10 @@ def pairwise(switches: dict[str, Sequence[Any]] = SWITCHES, seed: int = 0) -> li
     return cells
 
 
-def random_cells(count: int, seed: int) -> list[Cell]:
+def random_cells(count: int, seed: int, switches: dict[str, Sequence[Any]] = SWITCHES) -> list[Cell]:
     """Cells drawn at random."""
     rng = random.Random(seed)
-    return [Cell(**{name: rng.choice(list(values)) for name, values in SWITCHES.items()}) for _ in range(count)]
+    return [Cell(**{name: rng.choice(list(values)) for name, values in switches.items()}) for _ in range(count)]
 
 
 def _covered(values: dict[str, Any], names: Sequence[str]) -> set[tuple[str, Any, str, Any]]:

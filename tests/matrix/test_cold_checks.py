@@ -34,7 +34,7 @@ def make_engine(name: str, cell: Cell, setup: ColdCheckSetup) -> tuple[EngineCor
     slabs = {"need": need, "one more": need + 1, "double": 2 * need, "large": 10 * need}[cell.pool]
     layout = layout.with_slabs(slabs + 1)
     logits: Logits = {}
-    worker = backend.worker(layout, logits, None)
+    worker = backend.worker(layout, logits, (), {})
     scheduling = SchedulerConfig(MAX_MODEL_LEN, cell.budget)
     return EngineCore(worker, backend.clock, layout, config, scheduling, cold_checks=setup), logits
 

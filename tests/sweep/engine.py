@@ -25,7 +25,7 @@ class Sender:
     ) -> None:
         self.logits: Logits = {}
         layout = plan_layout(backend.specs, config, num_slabs=num_slabs)
-        worker = backend.worker(layout, self.logits, None)
+        worker = backend.worker(layout, self.logits, (), {})
         scheduling = SchedulerConfig(max_model_len, budget)
         self.core = EngineCore(worker, backend.clock, layout, config, scheduling, debug=True)
         self._count = 0
