@@ -32,15 +32,16 @@ def work(engine: StoreEngine) -> None:
         turn = engine.send(prompt_of(70), 75)
         engine.settle()
         engine.send([*turn.token_ids.tolist(), 1, 2, 3], 20)
-        samples = engine.request(prompt_of(90), 20, n=3)
-        aborted = engine.request(prompt_of(1200, "aborted"))
-        for request in (samples, aborted, engine.request(prompt_of(200), 5, no_store=True)):
+        for request in (engine.request(prompt_of(90), 20, n=3), engine.request(prompt_of(200), 5, no_store=True)):
             engine.core.add_request(request)
+        engine.run()
+        aborted = engine.request(prompt_of(1200, round_))
+        engine.core.add_request(aborted)
         for _ in range(2):
             engine.core.step()
         engine.core.abort(aborted.request_id)
         engine.run()
-        assert aborted.finish_reason is (FinishReason.ABORT if not round_ else aborted.finish_reason)
+        assert aborted.finish_reason is FinishReason.ABORT
         engine.settle()
         assert engine.core.reset_prefix_cache()
 

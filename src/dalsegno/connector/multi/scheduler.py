@@ -173,9 +173,10 @@ class MultiScheduler(SchedulerConnector):
         )
 
     def has_pending_jobs(self) -> bool:
-        """See the base class."""
+        """See the base class; of a child that raises what it has pinned tells."""
         return self._completions.awaits_loads or any(
-            child.ask(False, child.side.has_pending_jobs) for child in self._children
+            child.ask(bool(pins.counts), child.side.has_pending_jobs)
+            for child, pins in zip(self._children, self._pins, strict=True)
         )
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
