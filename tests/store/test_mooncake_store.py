@@ -1,16 +1,19 @@
 """The Mooncake store on a fake client: the contract, codes as statuses, memory, an absent master, closing."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dalsegno.errors import EngineError
 from dalsegno.store.base import Status
 from dalsegno.store.mooncake import MooncakeStore
 from dalsegno.store.mooncake.codes import Code
-from dalsegno.store.mooncake.memory import ARENA_BYTES
+from dalsegno.store.mooncake.memory import ARENA_BYTES, SMALL_BYTES
 from dalsegno.store.objects import StoreObject, get_objects, put_objects
 from dalsegno.testing.fake_mooncake import FakeMooncakeClient, FakeMooncakeMaster
 from dalsegno.testing.store_contract import ROOM_BYTES, StoreContract, make_key, pattern
@@ -162,7 +165,7 @@ def test_bytes_read_beyond_their_lease_are_thrown_away(
     client.hooks["copied"].append(outlive)
     target = bytearray(1000)
     assert store.get(KEYS[:1], [[memoryview(target)]]) == [Status.ERROR]
-    assert target == bytes(1000), "memory outside the client's is not even written"
+    assert target == bytes(1000), "what goes through an arena is not even written"
     assert store.stats()["lease_expired"] == store.stats()["get_lease_expired"] == 1
     assert get(store, range(2)) == [Status.OK] * 2
 
@@ -205,48 +208,98 @@ def test_remove_and_clear_leave_what_is_not_ours(store: MooncakeStore, master: F
     assert list(master.objects) == [foreign]
 
 
-def test_memory_that_was_announced_is_not_copied(store: MooncakeStore, client: FakeMooncakeClient) -> None:
-    memory = memoryview(bytearray(4 * ARENA_BYTES))
+def test_large_pieces_of_announced_memory_are_not_copied(store: MooncakeStore, client: FakeMooncakeClient) -> None:
+    memory = memoryview(bytearray(12 * SMALL_BYTES))
     store.register(memory)
     store.register(memory)
     store.register(memory[5:100])
     assert client.num_calls["register_buffer"] == 1
-    half = 2 * ARENA_BYTES
+    half = 6 * SMALL_BYTES
     memory[:half] = pattern(1, half)
-    # Not at one's beginning, and of several pieces.
-    pieces = [memory[7 : half - 4000], memory[half - 4000 : half - 13]]
-    targets = [memory[half : half + 10], memory[half + 10 : half + half - 20]]
+    # Not at its beginning, and of several pieces.
+    pieces = [memory[7 : 3 * SMALL_BYTES], memory[3 * SMALL_BYTES : half - 13]]
+    targets = [memory[half : half + 2 * SMALL_BYTES], memory[half + 2 * SMALL_BYTES : half + half - 20]]
     assert store.put(KEYS[:1], [[piece.toreadonly() for piece in pieces]]) == [Status.OK]
     assert store.get(KEYS[:1], [targets]) == [Status.OK]
     assert memory[half : half + half - 20] == memory[7 : half - 13]
     assert client.num_calls["register_buffer"] == 1
+    assert client.max_pieces == 2
 
 
-def test_memory_beside_what_was_announced_is_copied(store: MooncakeStore, client: FakeMooncakeClient) -> None:
-    memory = memoryview(bytearray(pattern(1, 3000)))
-    store.register(memory[1000:2000])
-    for number, (start, end) in enumerate([(0, 1000), (999, 1500), (1500, 2001), (900, 2100), (2000, 3000)]):
-        key = make_key(number)
-        assert store.put([key], [[memory[start:end]]]) == [Status.OK]
-        target = bytearray(end - start)
-        assert store.get([key], [[memoryview(target)]]) == [Status.OK]
-        assert target == memory[start:end]
+@pytest.mark.parametrize("start", [0, 999, 1500, 900, 2000])
+def test_memory_beside_what_was_announced_is_copied(
+    store: MooncakeStore, client: FakeMooncakeClient, start: int
+) -> None:
+    unit = SMALL_BYTES // 500
+    memory = memoryview(bytearray(pattern(1, 3000 * unit)))
+    store.register(memory[1000 * unit : 2000 * unit])
+    piece = memory[start * unit : start * unit + SMALL_BYTES + 1]
+    assert store.put(KEYS[:1], [[piece]]) == [Status.OK]
+    target = bytearray(piece.nbytes)
+    assert store.get(KEYS[:1], [[memoryview(target)]]) == [Status.OK]
+    assert target == piece
     assert client.num_calls["register_buffer"] == 2
 
 
 def test_memory_that_cannot_be_registered_is_copied(store: MooncakeStore, client: FakeMooncakeClient) -> None:
-    memory = memoryview(bytearray(pattern(1, 3000)))
-    store.register(memory[:2000])
-    store.register(memory[1000:])  # overlaps
-    assert store.put(KEYS[:1], [[memory[1500:3000]]]) == [Status.OK]
-    target = bytearray(1500)
+    memory = memoryview(bytearray(pattern(1, 3 * SMALL_BYTES)))
+    store.register(memory[: 2 * SMALL_BYTES])
+    store.register(memory[SMALL_BYTES:])  # overlaps
+    assert store.put(KEYS[:1], [[memory[SMALL_BYTES + 5 :]]]) == [Status.OK]
+    target = bytearray(2 * SMALL_BYTES - 5)
     assert store.get(KEYS[:1], [[memoryview(target)]]) == [Status.OK]
-    assert target == memory[1500:]
+    assert target == memory[SMALL_BYTES + 5 :]
 
 
-def test_a_call_of_any_size_goes_through_arenas_of_bounded_size(
-    store: MooncakeStore, client: FakeMooncakeClient
-) -> None:
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 96, 5000, SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 1]), max_size=12),
+    outside=st.lists(st.booleans(), min_size=12, max_size=12),
+    cuts=st.lists(st.integers(0, 10 * SMALL_BYTES), max_size=6),
+)
+def test_any_mix_of_pieces_comes_back(sizes: list[int], outside: list[bool], cuts: list[int]) -> None:
+    client = FakeMooncakeClient(FakeMooncakeMaster(), 2 * ROOM_BYTES, must_register=True)
+    store = make_store(client)
+    payload = pattern(len(sizes), sum(sizes) + 1)
+    registered = memoryview(bytearray(payload))
+    store.register(registered)
+    ends = [0, *itertools.accumulate(sizes), len(payload)]
+    pieces = [
+        memoryview(payload[start:end]) if is_outside else registered[start:end]
+        for (start, end), is_outside in zip(itertools.pairwise(ends), [*outside, True], strict=False)
+    ]
+    assert store.put(KEYS[:1], [pieces]) == [Status.OK]
+    target = memoryview(bytearray(len(payload)))
+    store.register(target)
+    places = sorted(min(cut, len(payload)) for cut in cuts)
+    assert store.get(KEYS[:1], [[target[a:b] for a, b in itertools.pairwise([0, *places, len(payload)])]]) == [
+        Status.OK
+    ]
+    assert target == payload
+    store.close()
+    assert client.regions == {}
+
+
+def test_no_call_of_the_client_has_many_pieces(master: FakeMooncakeMaster) -> None:
+    client = FakeMooncakeClient(master, 2**26, must_register=True)
+    store = make_store(client)
+    memory = memoryview(bytearray(40 * SMALL_BYTES))
+    memory[:] = pattern(1, len(memory))
+    store.register(memory)
+    large = [memory[at : at + SMALL_BYTES] for at in range(0, len(memory), SMALL_BYTES)]
+    small = [memory[at : at + 100] for at in range(0, 60_000, 100)]
+    objects = [large, small, [*large[:3], *small], *([piece] for piece in large * 4)]
+    keys = [make_key(number) for number in range(len(objects))]
+    targets = [bytearray(sum(map(len, pieces))) for pieces in objects]
+    assert store.put(keys, objects) == [Status.OK] * len(keys)
+    assert store.get(keys, [[memoryview(target)] for target in targets]) == [Status.OK] * len(keys)
+    assert targets == [b"".join(pieces) for pieces in objects]
+    assert 100 < client.max_pieces <= 128
+    store.close()
+
+
+def test_more_than_an_arena_holds_goes_in_turns_or_through_one_of_its_own(master: FakeMooncakeMaster) -> None:
+    client = FakeMooncakeClient(master, 8 * ARENA_BYTES, must_register=True)
+    store = make_store(client)
     sizes = [ARENA_BYTES // 3] * 7 + [2 * ARENA_BYTES, 1, ARENA_BYTES]
     keys = [make_key(number) for number in range(len(sizes))]
     payloads = [pattern(number, size) for number, size in enumerate(sizes)]
@@ -256,6 +309,7 @@ def test_a_call_of_any_size_goes_through_arenas_of_bounded_size(
     assert [bytes(target) for target in targets] == payloads
     assert list(client.regions.values()) == [ARENA_BYTES], "one arena is kept"
     assert store.stats()["registered_bytes"] == ARENA_BYTES
+    store.close()
 
 
 def test_an_object_with_a_wrong_header_is_noticed_whoever_put_it(
@@ -302,7 +356,7 @@ def test_a_master_lost_in_the_middle_of_a_call_costs_the_rest_of_it(
     client.hooks["get"] += [lambda: None, lambda: setattr(master, "outage", Code.RPC_FAIL)]
     targets = [bytearray(7) for _ in keys]
     found = store.get(keys, [[memoryview(target)] for target in targets])
-    assert found == [Status.OK] * 256 + [Status.ERROR] * 344
+    assert found == [Status.OK] * 128 + [Status.ERROR] * 472
     assert client.num_calls["batch_get_into_multi_buffers"] == 2
 
 

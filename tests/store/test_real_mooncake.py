@@ -84,10 +84,27 @@ def test_announced_memory_is_read_and_written_where_it_is(kept_client: MooncakeC
     store.register(memory)
     half = 2**21
     memory[:half] = pattern(1, half)
-    assert store.put(KEYS[:1], [[memory[5:1000], memory[1000:half]]]) == [Status.OK]
-    assert store.get(KEYS[:1], [[memory[half : half + 77], memory[half + 77 : 2 * half - 5]]]) == [Status.OK]
+    assert store.put(KEYS[:1], [[memory[5:1_000_000], memory[1_000_000:half]]]) == [Status.OK]
+    assert store.get(KEYS[:1], [[memory[half : half + 777_777], memory[half + 777_777 : 2 * half - 5]]]) == [Status.OK]
     assert memory[half : 2 * half - 5] == memory[5:half]
     assert store.stats()["registered_bytes"] == 2**22
+    store.clear()
+    store.close()
+
+
+def test_objects_of_many_small_pieces_are_within_what_the_client_can_do(kept_client: MooncakeClient) -> None:
+    store = MooncakeStore(kept_client)
+    memory = memoryview(mmap.mmap(-1, 2**22))
+    store.register(memory)
+    half, unit = 2**21, 512
+    memory[:half] = pattern(2, half)
+    objects = [[memory[at : at + unit] for at in range(start, half, 8 * unit)] for start in range(0, 8 * unit, unit)]
+    places = [
+        [memory[half:][at : at + unit] for at in range(start, half, 8 * unit)] for start in range(0, 8 * unit, unit)
+    ]
+    assert sum(map(len, objects)) > 4000
+    assert store.put(KEYS[:8], objects) == store.get(KEYS[:8], places) == [Status.OK] * 8
+    assert memory[half:] == memory[:half]
     store.clear()
     store.close()
 

@@ -79,6 +79,7 @@ class FakeMooncakeClient:
             is checked.
         answers: by method, codes to return from the next call instead of what has happened.
         num_calls: calls by method.
+        max_pieces: most pieces that one call has had; over TCP the real one fails with two thousand.
         used_after_close: methods that were called on the closed client; the real one would crash.
     """
 
@@ -90,6 +91,7 @@ class FakeMooncakeClient:
         self.hooks: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)
         self.answers: dict[str, Sequence[int | None]] = {}
         self.num_calls: defaultdict[str, int] = defaultdict(int)
+        self.max_pieces = 0
         self.used_after_close: list[str] = []
         self.regions: dict[int, int] = {}
         self._must_register = must_register
@@ -121,6 +123,7 @@ class FakeMooncakeClient:
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]:
         """See `MooncakeClient`."""
+        self._note_pieces(all_sizes)
         places = iter(zip(all_buffer_ptrs, all_sizes, strict=True))
         return self._batch("batch_put_from_multi_buffers", "", keys, lambda key: self._put(key, *next(places)))
 
@@ -128,6 +131,7 @@ class FakeMooncakeClient:
         self, keys: list[str], all_buffer_ptrs: list[list[int]], all_sizes: list[list[int]]
     ) -> list[int]:
         """See `MooncakeClient`."""
+        self._note_pieces(all_sizes)
         places = iter(zip(all_buffer_ptrs, all_sizes, strict=True))
         return self._batch("batch_get_into_multi_buffers", "get", keys, lambda key: self._get(key, *next(places)))
 
@@ -168,6 +172,9 @@ class FakeMooncakeClient:
         self.is_alive = False
         self.master.forget_dead()
         return Code.OK
+
+    def _note_pieces(self, all_sizes: list[list[int]]) -> None:
+        self.max_pieces = max(self.max_pieces, sum(map(len, all_sizes)))
 
     def _called(self, method: str) -> None:
         self.num_calls[method] += 1

@@ -19,7 +19,7 @@ from dalsegno.store.mooncake.client import MooncakeClient, connect
 from dalsegno.store.mooncake.codes import Code, code_name, status_of
 from dalsegno.store.mooncake.config import MooncakeConfig
 from dalsegno.store.mooncake.link import Link
-from dalsegno.store.mooncake.memory import Batch, ClientMemory
+from dalsegno.store.mooncake.memory import SMALL_BYTES, Batch, ClientMemory
 
 __all__ = ["MooncakeStore", "open_mooncake"]
 
@@ -34,7 +34,8 @@ def open_mooncake(settings: Mapping[str, Any]) -> "MooncakeStore":
         OptionError: a setting is wrong, the package is missing, or no master answers.
     """
     config = MooncakeConfig.from_settings(settings)
-    return MooncakeStore(connect(config), lent_bytes=config.global_segment_size)
+    small_bytes = SMALL_BYTES if config.protocol == "tcp" else 0
+    return MooncakeStore(connect(config), lent_bytes=config.global_segment_size, small_bytes=small_bytes)
 
 
 class MooncakeStore:
@@ -49,6 +50,7 @@ class MooncakeStore:
         client: MooncakeClient,
         *,
         lent_bytes: int = 0,
+        small_bytes: int = SMALL_BYTES,
         probe_interval_s: float = 0.5,
         close_timeout_s: float = 10.0,
     ) -> None:
@@ -57,6 +59,7 @@ class MooncakeStore:
         Args:
             client: made by `connect`, or another with its calls.
             lent_bytes: what it lends, for `stats`.
+            small_bytes: smaller pieces of registered memory are copied too.
             probe_interval_s: pause before a master that did not answer is asked again.
             close_timeout_s: how long `close` waits for calls under way; a client that hangs is left alone.
         """
@@ -64,6 +67,7 @@ class MooncakeStore:
         self._memory = ClientMemory(
             lambda address, size: self._link.call_locally(1, lambda c: [c.register_buffer(address, size)]) == [Code.OK],
             lambda address: self._link.call_locally(1, lambda c: [c.unregister_buffer(address)]),
+            small_bytes,
         )
         self._lent_bytes = lent_bytes
         self._counting = threading.Lock()
@@ -88,9 +92,9 @@ class MooncakeStore:
                 batch.copy_in(arena)
                 codes = self._link.call(len(names), partial(_put, names, batch))
             self._count_failures("put", codes)
-            for index, code, sizes in zip(batch.indices, codes, batch.sizes, strict=True):
+            for index, code, num_bytes in zip(batch.indices, codes, batch.num_bytes, strict=True):
                 statuses[index] = status_of(code)
-                self._count_moved("put", statuses[index], sum(sizes))
+                self._count_moved("put", statuses[index], num_bytes)
         for index, key in enumerate(keys):
             if first[key] != index:
                 statuses[index] = Status.EXISTS if statuses[first[key]] is Status.OK else statuses[first[key]]
@@ -103,12 +107,11 @@ class MooncakeStore:
             names = [keys[index].text for index in batch.indices]
             with self._memory.arena(batch) as arena:
                 codes = self._link.call(len(names), partial(_get, names, batch))
-                for position, (index, code) in enumerate(zip(batch.indices, codes, strict=True)):
-                    num_bytes = sum(batch.sizes[position])
-                    statuses[index] = self._outcome(names[position], code, num_bytes)
-                    if statuses[index] is Status.OK:
-                        batch.copy_out(arena, position)
-                    self._count_moved("get", statuses[index], num_bytes)
+                found = [self._outcome(*read) for read in zip(names, codes, batch.num_bytes, strict=True)]
+                batch.copy_out(arena, [status is Status.OK for status in found])
+            for index, status, num_bytes in zip(batch.indices, found, batch.num_bytes, strict=True):
+                statuses[index] = status
+                self._count_moved("get", status, num_bytes)
             self._count_failures("get", codes)
         return statuses
 
