@@ -8,6 +8,7 @@ import pytest
 from dalsegno.store.base import Buffers, Status
 from dalsegno.store.keys import StoreKey
 from dalsegno.store.memory import MemoryStore
+from dalsegno.store.wrappers.faulty import Fault, FaultyStore
 from tests.connector.engines import VOCABULARY, StoreEngine
 
 PROMPT = random.Random(1).choices(range(VOCABULARY), k=300)
@@ -100,3 +101,27 @@ def test_a_store_that_loses_everything_at_once_is_not_tried_for_ever() -> None:
         stats = engine.core.stats()
         assert stats["kv_offload_jobs"] < 60
         assert stats["kv_offload_lost_objects"] > 0
+
+
+@pytest.mark.parametrize("fault", [Fault.EXISTS_ERROR, Fault.EXISTS_RAISES])
+def test_what_cannot_be_confirmed_is_not_said_to_be_stored(fault: Fault) -> None:
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    with StoreEngine(store) as engine:
+        assert answer(engine, PROMPT) == 288
+        store._rates[fault] = 1.0
+        assert answer(engine, PROMPT) == 0
+        store._rates.clear()
+        assert answer(engine, PROMPT) == 288
+
+
+def test_what_is_stored_is_confirmed_while_there_is_no_room_for_more() -> None:
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    with StoreEngine(store, pressure_pause_s=1e9) as engine:
+        assert answer(engine, PROMPT) == 288
+        store._rates[Fault.PUT_NO_ROOM] = 1.0
+        assert answer(engine, LONGER) == 288
+        assert answer(engine, PROMPT) == 288
+        memory.clear()
+        assert answer(engine, PROMPT) == 0

@@ -88,7 +88,7 @@ class UnluckyMooncakeClient(FakeMooncakeClient):
             self._calls_out -= 1
             if not self._calls_out:
                 self.master.restart()
-        elif self._rng.random() < self._rate / 4:
+        elif self._rng.random() < self._rate / 40:
             self.met["master restarts"] += 1
             self._calls_out = self._rng.randrange(1, 4)
         return [int(self._rng.choice([Code.RPC_FAIL, Code.RPC_TIMEOUT]))] * len(keys) if self._calls_out else None

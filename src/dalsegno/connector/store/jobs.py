@@ -110,7 +110,8 @@ class StoreJobs:
     def finish(self, rank: int, report: JobReport) -> None:
         """A rank has reported a job; it ends with the last one. Reports of unknown jobs are ignored.
 
-        What the store has lost is handed off again, once, as far as the device still has it.
+        What the store has lost is handed off again, once, as far as the device still has it. A job that was only to
+        confirm what is stored, and could not, leaves nothing known of it.
         """
         ended = self._ledger.finish(rank, report, self._pool.pins)
         if ended is None:
@@ -121,7 +122,8 @@ class StoreJobs:
             return
         for ref in ended.stored:
             self.known.add(ref)
-        for ref in ended.missing:
+        unconfirmed = () if ended.complete or ended.job.objects else (item.ref for item in ended.job.requires)
+        for ref in (*ended.missing, *unconfirmed):
             self.known.discard(ref)
         self.counters["kv_offload_lost_objects"] += len(ended.missing)
         if ended.missing and not ended.is_retry:

@@ -141,7 +141,7 @@ class Sender:
         """
         if not job.epoch == self._epoch == self.cleared:
             return False
-        if not self._gate.admits():
+        if job.objects and not self._gate.admits():
             self.counters["kv_offload_stores_skipped"] += len(job.objects)
             return False
         states = [item for item in job.objects if self._layout.groups[item.group_id].is_state]
