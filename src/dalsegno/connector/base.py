@@ -222,7 +222,7 @@ class SchedulerConnector:
         return {}
 
     def shutdown(self) -> None:
-        """The engine ends; the worker side has been shut down before."""
+        """The engine ends, or does not start; the worker sides have been shut down before."""
 
 
 class WorkerConnector:
@@ -262,7 +262,7 @@ class WorkerConnector:
         return {}
 
     def shutdown(self) -> None:
-        """End threads and processes; what was not reported never is."""
+        """End threads and processes, if they were started; what was not reported never is."""
 
 
 def collect_output(connector: WorkerConnector, rank: int = 0) -> ConnectorOutput | None:

@@ -322,6 +322,14 @@ class ConnectorContract:
         assert engine.worker.closed
         _wait_for_end(before)
 
+    def test_an_end_before_the_start_is_an_end(self) -> None:
+        """Something else kept the engine from starting."""
+        before = set(threading.enumerate())
+        layout = make_layout("aws", _CONFIG)
+        scheduler, (worker,) = self.make(ConnectorContext(layout, _CONFIG, {"weights": "w"}, FakeClock()))
+        self._end(scheduler, worker)
+        _wait_for_end(before)
+
     def _bare(self) -> tuple[SchedulerConnector, WorkerConnector, KVCacheManager]:
         """Both sides, bound and registered, without an engine."""
         layout, clock = make_layout("aws", _CONFIG), FakeClock()

@@ -47,15 +47,15 @@ class Child(Generic[_Side]):
         except Exception:
             self.raised = True
             self.num_errors += 1
-            name = getattr(call, "__name__", str(call))
+            name = getattr(call, "__name__", str(call)).lstrip("_")
             # One traceback tells what is wrong; the counter tells how often.
             if name not in self._logged:
                 self._logged.add(name)
-                logger.exception("child %d of a MultiConnector, %s: %s raised", self.index, type(self.side), name)
+                logger.exception("child %d of a MultiConnector, %s: %s raised", self.index, type(self.side).__name__, name)
             return default
 
 
-def _counters_of(side: SchedulerConnector | WorkerConnector) -> dict[str, int | float]:
+def _stats(side: SchedulerConnector | WorkerConnector) -> dict[str, int | float]:
     return dict(side.stats())
 
 
@@ -69,7 +69,7 @@ def merged_stats(children: Iterable[Child[_Side]], errors: str) -> dict[str, int
     total: Counter[str] = Counter({f"kv_connector_{errors}": 0})
     by_child: dict[str, int | float] = {}
     for child in children:
-        counters: dict[str, int | float] = child.ask({}, _counters_of, child.side)
+        counters: dict[str, int | float] = child.ask({}, _stats, child.side)
         own = {f"kv_connector_{errors}": child.num_errors}
         total.update({name: value for name, value in counters.items() if not _OF_ONE_CHILD.match(name)})
         total.update(own)

@@ -202,7 +202,7 @@ class MultiScheduler(SchedulerConnector):
         """Those of all children."""
         events: list[object] = []
         for child in self._children:
-            events += child.ask([], _events_of, child.side)
+            events += child.ask([], _take_events, child.side)
         return events
 
     def stats(self) -> Mapping[str, int | float]:
@@ -252,7 +252,7 @@ class MultiScheduler(SchedulerConnector):
         return bool(delays)
 
 
-def _events_of(side: SchedulerConnector) -> list[object]:
+def _take_events(side: SchedulerConnector) -> list[object]:
     return list(side.take_events())
 
 

@@ -69,7 +69,7 @@ class MultiWorker(WorkerConnector):
 def _collect(child: Child[WorkerConnector], refused: Sequence[LoadFailure]) -> ConnectorOutput | None:
     """Ask one child; what one of its calls has returned counts although the other raises."""
     nothing: tuple[set[str], set[int], list[LoadFailure]] = set(), set(), []
-    sent, received, failed = child.ask(nothing, _finished, child.side)
+    sent, received, failed = child.ask(nothing, _get_finished, child.side)
     received |= {failure.load_id for failure in refused}
     worker_meta = child.ask(None, child.side.build_connector_worker_meta)
     if not sent and not received and worker_meta is None:
@@ -77,6 +77,6 @@ def _collect(child: Child[WorkerConnector], refused: Sequence[LoadFailure]) -> C
     return ConnectorOutput(sent, received, [*failed, *refused], worker_meta)
 
 
-def _finished(side: WorkerConnector) -> tuple[set[str], set[int], list[LoadFailure]]:
+def _get_finished(side: WorkerConnector) -> tuple[set[str], set[int], list[LoadFailure]]:
     sent, received, failed = side.get_finished()
     return set(sent), set(received), list(failed)

@@ -274,8 +274,9 @@ class StoreScheduler(SchedulerConnector):
         }
 
     def shutdown(self) -> None:
-        """See the base class."""
-        self._lookups.shutdown()
+        """See the base class; also without `bind_block_pool` before."""
+        if hasattr(self, "_lookups"):
+            self._lookups.shutdown()
         self._shared.leave()
 
     def _cleared(self) -> int:

@@ -30,7 +30,6 @@ class StoreWorker(WorkerConnector):
         self.needs_shared_memory = settings.uses_process
         self._callback: Callable[[], None] = lambda: None
         self._reported_clears = 0
-        self._is_started = False
 
     def on_progress(self, callback: Callable[[], None]) -> None:
         """See the base class."""
@@ -49,7 +48,6 @@ class StoreWorker(WorkerConnector):
             gate = PressureGate(self._context.clock.now, pause)
             self._sender = Sender(self._store, self._keys, layout, memory, gate, self._progress)
         self._receiver = Receiver(self._store, self._keys, layout, memory, self._sender.touch, self._progress)
-        self._is_started = True
 
     def start_load_kv(self, step_meta: object) -> None:
         """See the base class."""
@@ -82,8 +80,8 @@ class StoreWorker(WorkerConnector):
         return {**self._sender.counters, **self._receiver.counters}
 
     def shutdown(self) -> None:
-        """See the base class; a store that hangs is left to its thread."""
-        if not self._is_started:
+        """See the base class, also without `register_kv_caches` before; a store that hangs is left to its thread."""
+        if not hasattr(self, "_receiver"):
             self._shared.leave()
             return
         self._receiver.close()
