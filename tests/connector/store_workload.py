@@ -10,7 +10,7 @@ from typing import Any
 
 from dalsegno.config import CacheConfig, SchedulerConfig
 from dalsegno.connector.config import KVTransferConfig
-from dalsegno.connector.registry import ConnectorContext, create_connector
+from dalsegno.connector.registry import ConnectorContext, Sides, create_connector
 from dalsegno.connector.store.connector import StoreScheduler
 from dalsegno.connector.store.keys import KeyMaker
 from dalsegno.connector.store.messages import StoredObject
@@ -116,28 +116,13 @@ class Engine:
         budget = rng.choice([5, 16, 24, 64, 256])
         self.layout = shape.layout(budget, rng.choice(["none", "one", "twice", "many", "many"]))
         self.clock = FakeClock()
-        settings: dict[str, Any] = {
-            "store": Unclosable(store),
-            "store_block_size": shape.object_tokens,
-            "save_decode_cache": rng.choice([True, True, False, None]),
-            "load_async": rng.choice([True, True, False]),
-            "lookup_async": rng.choice([False, False, True]),
-            "lookup_timeout_s": rng.choice([2.0, 1000.0]),
-            "max_store_backlog_bytes": rng.choice([2**30, 2**30, 4096, 1]),
-            "max_state_probes": rng.choice([1, 4, 256]),
-            "pressure_pause_s": rng.choice([0.01, 5.0]),
-        }
-        self.max_backlog_bytes = settings["max_store_backlog_bytes"]
+        settings = self.settings(store)
         role = rng.choice(["kv_both", "kv_both", "kv_both", "kv_producer", "kv_consumer"])
-        scheduler, workers = create_connector(
-            KVTransferConfig("StoreConnector", role, settings), shape.context(self.layout, self.clock)
-        )
-        assert isinstance(scheduler, StoreScheduler)
-        self.connector = scheduler
-        unruly = rng.random() < 0.5
-        self.ranks = [UnrulyWorker(worker, rng, hold=0.5 * unruly, repeat=0.2 * unruly) for worker in workers]
+        self.stores: list[StoreScheduler] = []
+        self.ranks: list[UnrulyWorker] = []
+        scheduler, workers = self.connect(role, settings)
         self.worker = FakeWorker(
-            self.layout, self.clock, vocab_size=VOCABULARY, connectors=self.ranks, put_step=shape.put_step
+            self.layout, self.clock, vocab_size=VOCABULARY, connectors=workers, put_step=shape.put_step
         )
         self.worker.before_step = self.before_step
         setup = ConnectorSetup(
@@ -157,6 +142,35 @@ class Engine:
         self.num_idle = 0
         self.num_steps = 0
 
+    def settings(self, store: Store) -> dict[str, Any]:
+        """Of a connector on `store`."""
+        rng = self.rng
+        return {
+            "store": Unclosable(store),
+            "store_block_size": self.shape.object_tokens,
+            "save_decode_cache": rng.choice([True, True, False, None]),
+            "load_async": rng.choice([True, True, False]),
+            "lookup_async": rng.choice([False, False, True]),
+            "lookup_timeout_s": rng.choice([2.0, 1000.0]),
+            "max_store_backlog_bytes": rng.choice([2**30, 2**30, 4096, 1]),
+            "max_state_probes": rng.choice([1, 4, 256]),
+            "pressure_pause_s": rng.choice([0.01, 5.0]),
+        }
+
+    def connect(self, role: str, settings: dict[str, Any]) -> Sides:
+        """Make the engine's connector."""
+        return self.store_sides(KVTransferConfig("StoreConnector", role, settings))
+
+    def store_sides(self, config: KVTransferConfig) -> Sides:
+        """Make a store connector whose reports may be unruly."""
+        scheduler, workers = create_connector(config, self.shape.context(self.layout, self.clock))
+        assert isinstance(scheduler, StoreScheduler)
+        self.stores.append(scheduler)
+        unruly = self.rng.random() < 0.5
+        ranks = [UnrulyWorker(worker, self.rng, hold=0.5 * unruly, repeat=0.2 * unruly) for worker in workers]
+        self.ranks += ranks
+        return scheduler, ranks
+
     def before_step(self, plan: StepPlan) -> None:
         if self.fails_next and plan.requests:
             self.fails_next = False
@@ -173,15 +187,17 @@ class Engine:
 
     def check_pins(self) -> None:
         """40, R5, R6: pins are those of jobs and loads, one per block of a job, and leave room for the largest."""
-        manager, ledger = self.core.manager, self.connector._jobs._ledger
-        owned = [list(job.pins) for job in ledger._jobs.values()]
+        manager = self.core.manager
+        ledgers = [store._jobs._ledger for store in self.stores]
+        owned = [list(job.pins) for ledger in ledgers for job in ledger._jobs.values()]
         assert all(len(set(pins)) == len(pins) for pins in owned), "a job holds two references on a block"
         loads = {*manager.loads.active.values(), *self.core.connection.loads._landed.values()}
         owners = Counter(pin for pins in [*owned, *(load.pins for load in loads)] for pin in pins if pin[1])
         assert owners == +manager.pins.counts
         assert manager.pins.max_slabs is not None
         assert manager.pins.num_slabs <= manager.pins.max_slabs
-        assert ledger.backlog_bytes <= self.max_backlog_bytes
+        for store in self.stores:
+            assert store._jobs.backlog_bytes <= store._settings.max_store_backlog_bytes
 
     def settle(self) -> None:
         """Report everything, then take the census of engine and connector."""
@@ -191,19 +207,22 @@ class Engine:
         self.core.verify()
         loads = self.core.connection.loads
         left = [loads.loading, loads._landed, loads._asked, loads._pending, loads._overdue, loads._manager.loads.active]
-        jobs, lookups = self.connector._jobs, self.connector._lookups
-        left += [self.connector._loads, self.connector._matches, lookups._excluded, lookups._answers]
-        left += [jobs._ledger._jobs, jobs._ledger._pending, jobs._ledger._asked, jobs.outbox]
-        left.append(self.connector._loads_outbox)
-        if lookups._thread is not None:
-            left.append(lookups._thread._asked)
+        for store in self.stores:
+            jobs, lookups = store._jobs, store._lookups
+            left += [store._loads, store._matches, lookups._excluded, lookups._answers]
+            left += [jobs._ledger._jobs, jobs._ledger._pending, jobs._ledger._asked, jobs.outbox]
+            left.append(store._loads_outbox)
+            if lookups._thread is not None:
+                left.append(lookups._thread._asked)
+            assert jobs.backlog_bytes == 0
         assert not any(left), f"something is remembered: {left}"
-        assert jobs.backlog_bytes == 0
         assert not self.core.manager.pins.counts
 
 
 class StoreRun:
     """Plays `num_steps` steps of a seed."""
+
+    engine_class = Engine
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -220,7 +239,7 @@ class StoreRun:
         if faults:
             store = FaultyStore(self.audit, rates=dict.fromkeys(Fault, rng.choice([0.02, 0.2])), seed=seed)
         with quiet_log():
-            self.engines = [Engine(shape, rng, store) for _ in range(rng.choice([1, 1, 2]))]
+            self.engines = [self.engine_class(shape, rng, store) for _ in range(rng.choice([1, 1, 2]))]
         self.requests: list[tuple[Engine, Request, list[int]]] = []
         self.answers: list[list[int]] = []
         self.count = 0

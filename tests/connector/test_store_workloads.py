@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.conftest import LONG
+from tests.connector.multi_workload import MultiRun
 from tests.connector.store_workload import StoreRun
 
 NUM_SEEDS, NUM_STEPS = (200, 500) if LONG else (12, 400)
@@ -14,6 +15,12 @@ NUM_SEEDS, NUM_STEPS = (200, 500) if LONG else (12, 400)
 def test_every_answer_is_cold_and_every_put_is_right(seed: int) -> None:
     """R1, R5 to R7, R9; 27, 29, 31, 34, 48, 50, 67, 74: chunks, aborts, preemptions, resets, faults, odd reports."""
     StoreRun(seed).play(NUM_STEPS)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_so_it_is_with_several_connectors_in_any_order(seed: int) -> None:
+    """35, 61, 62, 64: two stores of their own room, faults and reports, and children that report what is not theirs."""
+    MultiRun(seed).play(NUM_STEPS)
 
 
 EVENTS = (
