@@ -210,3 +210,20 @@ def test_jobs_hold_no_more_bytes_than_they_may() -> None:
         engine.reports.holds_all = False
         engine.settle()
         assert engine.core.stats()["kv_offload_backlog_bytes"] == 0
+
+
+def test_an_answer_is_not_waited_for_any_more_when_its_jobs_are_reported() -> None:
+    with StoreEngine(MemoryStore()) as engine:
+        port, connector = engine.worker.port, engine.core.connection.connector
+        request = engine.request(PROMPT, 1, kv_transfer_params={"do_remote_decode": True})
+        waits = []
+        wait = port.wait
+
+        def watched(timeout_s: float) -> bool:
+            waits.append(connector.is_answer_held(request))
+            return wait(timeout_s)
+
+        setattr(port, "wait", watched)  # noqa: B010
+        engine.core.add_request(request)
+        engine.run()
+        assert all(waits), "it was waited for an answer that could go"

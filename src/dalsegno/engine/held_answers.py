@@ -30,6 +30,11 @@ class HeldAnswers:
         """When the first of them is let go whatever the connector says."""
         return min((deadline for _, deadline in self._held), default=None)
 
+    def is_due(self) -> bool:
+        """Whether `release` has something to return."""
+        now = self._clock.now()
+        return any(self._is_due(update, deadline, now) for update, deadline in self._held)
+
     def add(self, updates: Iterable[RequestUpdate]) -> list[RequestUpdate]:
         """Return the updates that pass; the others are held."""
         passed = []
@@ -47,9 +52,12 @@ class HeldAnswers:
         held, self._held = self._held, []
         released = []
         for update, deadline in held:
-            if deadline > now and self._connector.is_answer_held(update.request):
+            if not self._is_due(update, deadline, now):
                 self._held.append((update, deadline))
-            else:
-                update.request.kv_transfer_answer = self._connector.take_transfer_params(update.request)
-                released.append(update)
+                continue
+            update.request.kv_transfer_answer = self._connector.take_transfer_params(update.request)
+            released.append(update)
         return released
+
+    def _is_due(self, update: RequestUpdate, deadline: float, now: float) -> bool:
+        return deadline <= now or not self._connector.is_answer_held(update.request)
