@@ -46,7 +46,7 @@ test-long: venv
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict src tests
+	$(BIN)/mypy --strict src tests examples
 
 format: $(STAMP)
 	$(BIN)/ruff format .
