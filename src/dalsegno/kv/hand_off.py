@@ -98,7 +98,8 @@ class HandOffs:
             else:
                 first_block = (boundary - 1) // group.block_size + 1 - len(ends)
                 blocks = self._index.table(match, group.group_id, first_block, boundary)
-            if len(blocks) < len(ends) or NULL_BLOCK in blocks:
+            # The last block may vouch for less than the boundary where another chain goes on in it.
+            if ends and (match.depth * self._index.unit < boundary or NULL_BLOCK in blocks):
                 return None
             entries += ((group.group_id, block, end) for block, end in zip(blocks, ends, strict=True))
         for group_id, block, _ in entries:
