@@ -1,5 +1,6 @@
-"""A conversation of 2,000 tokens resumed by another process, through the embedded store, beside a cold run there.
+"""A conversation of 2,000 tokens resumed by another process, through a store, beside a cold run there.
 
+The store is the embedded one, with `--mooncake 1` a Mooncake on this host whose memory the main process lends.
 Each round has two processes: the first computes the prompt and ends; the second answers a prompt nobody knows and then
 the same prompt with 20 tokens more, each with its time to first token. Figures are medians over the rounds.
 """
@@ -10,6 +11,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from rows import Row, command_line, parse_arguments, print_rows
 from dalsegno import LLM, SamplingParams
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.models.tiny import make_tiny_model
+from dalsegno.store.mooncake import open_mooncake
+from dalsegno.store.mooncake.master import MooncakeMaster
 
 TOKENS = 2_000
 MORE = 20
@@ -61,22 +66,37 @@ def bytes_of(layout: MemoryLayout, num_tokens: int) -> int:
     return sum(4 * prod(part.shape) * (1 if group.is_state else num_tokens) for group, part in parts)
 
 
-def run_child(folder: Path, store: Path, seed: int, *, resumes: bool) -> dict[str, Any]:
+@contextmanager
+def stores(directory: Path, *, mooncake: bool) -> Iterator[Callable[[int], str]]:
+    """Give the `kv_store` of each round."""
+    if not mooncake:
+        yield lambda seed: str(directory / f"store-{seed}")
+        return
+    with MooncakeMaster() as master:
+        lender = open_mooncake({"master_server_address": master.address, "global_segment_size": 2**28})
+        yield lambda seed: f"mooncake://{master.address}"
+        lender.close()
+
+
+def run_child(folder: Path, store: str, seed: int, *, resumes: bool) -> dict[str, Any]:
     """Run `child` in a process of its own."""
-    command = [sys.executable, __file__, CHILD, json.dumps([str(folder), str(store), seed, resumes])]
+    command = [sys.executable, __file__, CHILD, json.dumps([str(folder), store, seed, resumes])]
     result: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return result
 
 
 def main() -> None:
     """Run every round and print."""
-    arguments = parse_arguments(__doc__ or "", ("rounds", 5))
+    arguments = parse_arguments(__doc__ or "", ("rounds", 5), ("mooncake", 0))
     rounds = []
-    with tempfile.TemporaryDirectory() as directory:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        stores(Path(directory), mooncake=bool(arguments.mooncake)) as store_of,
+    ):
         folder = Path(directory) / "tiny"
         make_tiny_model("qwen3-next", folder)
         for seed in range(arguments.rounds):
-            store = Path(directory) / f"store-{seed}"
+            store = store_of(seed)
             first = run_child(folder, store, seed, resumes=False)
             second = run_child(folder, store, seed, resumes=True)
             assert second["hit"] >= first["hit"], f"the hit was {first['hit']} tokens and is {second['hit']}"
