@@ -224,15 +224,15 @@ def test_a_boundary_some_group_cannot_restore_is_not_handed_off() -> None:
 
 
 @pytest.mark.parametrize("kinds", ["a", "as", "aws"])
-@pytest.mark.parametrize("common", range(0, 5 * UNIT, UNIT))
+@pytest.mark.parametrize("common", range(0, 7 * UNIT, UNIT))
 def test_a_block_in_which_another_chain_goes_on_is_not_handed_off_for_this_one(kinds: str, common: int) -> None:
     """A hand-off that is made later, of a request that has ended, finds whatever the index has by then."""
     case = driver(kinds, Sink(), block_size=4 * UNIT)
     other = prefill(case, 6 * UNIT + 3)
     release(case, taken(case))
-    gone = case.new("gone", [*range(common), *range(5000, 5000 + 5 * UNIT - common)])
+    gone = case.new("gone", [*range(common), *range(5000, 5000 + 7 * UNIT - common)])
     case.manager.publisher.extend_hashes(gone)
-    assert case.manager.hand_offs.make(gone, 5 * UNIT, 0) is None
+    assert case.manager.hand_offs.make(gone, 7 * UNIT, 0) is None
     same = case.new("same", range(6 * UNIT))
     case.manager.publisher.extend_hashes(same)
     made = case.manager.hand_offs.make(same, 6 * UNIT, 0)
