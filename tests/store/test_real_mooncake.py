@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -148,6 +149,25 @@ def test_a_killed_master_costs_its_objects_and_its_successor_takes_new_ones(moon
     wait_until(lambda: put(store) == [Status.OK] * 8)
     assert get(store) == [Status.OK] * 8
     assert store.stats()["reconnects"] == 1
+    store.close()
+
+
+def test_a_frozen_master_is_waited_for_once(mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "500")
+    store = open_at(mooncake_master)
+    assert put(store) == [Status.OK] * 8
+    assert mooncake_master.process is not None
+    mooncake_master.process.send_signal(signal.SIGSTOP)
+    try:
+        assert get(store) == [Status.ERROR] * 8
+        start = time.monotonic()
+        assert get(store) == put(store) == [Status.ERROR] * 8
+        assert time.monotonic() - start < 0.3
+        assert store.stats()["get_rpc_timeout"] == 8
+    finally:
+        mooncake_master.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: not store.stats()["unreachable"])
+    assert get(store) == [Status.OK] * 8, "a master that was frozen has forgotten nothing"
     store.close()
 
 

@@ -21,6 +21,7 @@ MISSING_PACKAGE = (
 )
 
 _MASTER_TIMEOUT_S = 5.0
+_RPC_TIMEOUT_MS = 5000
 
 
 class MooncakeClient(Protocol):
@@ -69,8 +70,10 @@ class MooncakeClient(Protocol):
 
 def load_package() -> Any:
     """Import the package; `OptionError` says what is missing."""
-    # The package logs every connection to stderr unless it is told otherwise before it is loaded.
+    # What the package takes from the environment, and whoever runs us may set otherwise: by itself it logs every
+    # connection to stderr, and waits half a minute for a master that is frozen.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(_RPC_TIMEOUT_MS))
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
