@@ -3,7 +3,8 @@
 Two loads on the tiny Qwen3-Next, eight requests decoding: alone, so that only what they leave behind is saved, and
 beside prompts of 2,048 tokens that arrive one after the other and are stored while the others decode. Of the second
 load the steps that compute a prompt are left out, and the median is over the steps right behind one, when its bytes
-are on their way. Figures are medians over the repeats.
+are on their way. Figures are medians over the repeats. The store is the embedded one, with `--mooncake 1` a Mooncake on
+this host.
 """
 
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lender import lender
 from rows import Row, command_line, parse_arguments, print_rows
 
 from dalsegno import LLM, SamplingParams
@@ -35,10 +37,10 @@ DECODE, BESIDE = "decode step at batch 8", "decode step while a prefill of 2,048
 class Engine:
     """An engine whose steps are timed."""
 
-    def __init__(self, folder: Path, mode: str, store: Path) -> None:
+    def __init__(self, folder: Path, mode: str, store: dict[str, Any]) -> None:
         options: dict[str, Any] = {"max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 2**30}
         if mode != "off":
-            extra = {"store": "embedded", "path": str(store), "offload_worker": mode}
+            extra = {**store, "offload_worker": mode}
             options["kv_transfer_config"] = {"kv_connector": "StoreConnector", "kv_connector_extra_config": extra}
         self.llm = LLM(folder, **options)
         self._rng = random.Random(0)
@@ -81,14 +83,18 @@ class Engine:
 
 def main() -> None:
     """Measure every mode in turn and print."""
-    arguments = parse_arguments(__doc__ or "", ("steps", 256), ("repeats", 5), ("threads", 0))
+    arguments = parse_arguments(__doc__ or "", ("steps", 256), ("repeats", 5), ("threads", 0), ("mooncake", 0))
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     figures: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         folder = Path(directory) / "tiny"
         make_tiny_model("qwen3-next", folder)
-        engines = {mode: Engine(folder, mode, Path(directory) / mode) for mode in MODES}
+        stores: dict[str, dict[str, Any]] = {mode: {"path": str(Path(directory) / mode)} for mode in MODES}
+        if arguments.mooncake:
+            settings = {"store": "mooncake", "master_server_address": stack.enter_context(lender(2**31))}
+            stores = {mode: {**settings, "cache_prefix": mode} for mode in MODES}
+        engines = {mode: Engine(folder, mode, stores[mode]) for mode in MODES}
         for engine in engines.values():
             stack.enter_context(engine.llm)
         for repeat in range(arguments.repeats + 1):

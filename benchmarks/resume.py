@@ -1,6 +1,6 @@
 """A conversation of 2,000 tokens resumed by another process, through a store, beside a cold run there.
 
-The store is the embedded one, with `--mooncake 1` a Mooncake on this host whose memory the main process lends.
+The store is the embedded one, with `--mooncake 1` a Mooncake on this host whose memory another process lends.
 Each round has two processes: the first computes the prompt and ends; the second answers a prompt nobody knows and then
 the same prompt with 20 tokens more, each with its time to first token. Figures are medians over the rounds.
 """
@@ -17,13 +17,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from lender import lender
 from rows import Row, command_line, parse_arguments, print_rows
 
 from dalsegno import LLM, SamplingParams
 from dalsegno.kv.layout import MemoryLayout
 from dalsegno.models.tiny import make_tiny_model
-from dalsegno.store.mooncake import open_mooncake
-from dalsegno.store.mooncake.master import MooncakeMaster
 
 TOKENS = 2_000
 MORE = 20
@@ -72,10 +71,8 @@ def stores(directory: Path, *, mooncake: bool) -> Iterator[Callable[[int], str]]
     if not mooncake:
         yield lambda seed: str(directory / f"store-{seed}")
         return
-    with MooncakeMaster() as master:
-        lender = open_mooncake({"master_server_address": master.address, "global_segment_size": 2**28})
-        yield lambda seed: f"mooncake://{master.address}"
-        lender.close()
+    with lender(2**28) as address:
+        yield lambda seed: f"mooncake://{address}"
 
 
 def run_child(folder: Path, store: str, seed: int, *, resumes: bool) -> dict[str, Any]:
