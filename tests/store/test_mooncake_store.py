@@ -297,6 +297,24 @@ def test_no_call_of_the_client_has_many_pieces(master: FakeMooncakeMaster) -> No
     store.close()
 
 
+def test_without_a_limit_for_small_pieces_only_what_is_not_announced_or_too_much_is_copied(
+    master: FakeMooncakeMaster,
+) -> None:
+    client = FakeMooncakeClient(master, ROOM_BYTES, must_register=True)
+    store = MooncakeStore(client, small_bytes=0)
+    memory = memoryview(bytearray(pattern(1, 30_000)))
+    store.register(memory)
+    for number, num_pieces in enumerate((50, 300)):
+        size = len(memory) // num_pieces
+        pieces = [memory[at : at + size] for at in range(0, len(memory), size)]
+        target = bytearray(len(memory))
+        assert store.put([KEYS[number]], [pieces]) == [Status.OK]
+        assert store.get([KEYS[number]], [[memoryview(target)]]) == [Status.OK]
+        assert target == memory
+        assert client.max_pieces == 50
+    store.close()
+
+
 def test_more_than_an_arena_holds_goes_in_turns_or_through_one_of_its_own(master: FakeMooncakeMaster) -> None:
     client = FakeMooncakeClient(master, 8 * ARENA_BYTES, must_register=True)
     store = make_store(client)
