@@ -9,6 +9,7 @@ from dalsegno.connector.store.objects import ObjectMap
 from dalsegno.kv.hand_off import HandOff, HandOffs
 from dalsegno.request import Request
 from dalsegno.store.keys import salt_tag
+from dalsegno.types import NULL_BLOCK
 
 __all__ = ["StoreJobs"]
 
@@ -66,34 +67,20 @@ class StoreJobs:
 
         Where nothing is to be put there is a job only for who wants to be told what is stored.
         """
-        puts: list[StoredObject] = []
-        requires: list[StoredObject] = []
-        missing = False
-        by_end = {(group, end): block for group, block, end in hand_off.entries}
-        for group in sorted(self._objects.groups, key=lambda group: group.is_state):
-            for first, end in self._objects.needed(group, hand_off.boundary):
-                named = self._named(request, group.group_id, first, end)
-                if self._is_cared_for(named.ref):
-                    requires.append(named)
-                    continue
-                size = group.block_size
-                ends = [end] if group.is_state else [min(e + size, end) for e in range(first, end, size)]
-                blocks = [by_end.get((group.group_id, e)) for e in ends]
-                missing = missing or None in blocks
-                puts.append(
-                    StoredObject(
-                        group.group_id, first, end, named.block_hash, tuple(b for b in blocks if b is not None)
-                    )
-                )
+        asks = (request.kv_transfer_params or {}).get("do_remote_decode")
+        if not hand_off.entries and not asks:
+            return
+        puts, requires = self._sort_out(request, hand_off)
         used = {(item.group_id, block) for item in puts for block in item.blocks}
         num_bytes = sum(self._pool.layout.groups[group].block_bytes for group, _ in used)
-        if missing or not self._ledger.has_room(num_bytes) or not self._pool.pins.has_room():
+        is_whole = used <= set(hand_off.blocks())
+        if not is_whole or not self._ledger.has_room(num_bytes) or not self._pool.pins.has_room():
             self._pool.pins.unpin(hand_off.blocks())
             self.counters["kv_offload_jobs_dropped"] += 1
             return
         kept = [entry for entry in hand_off.blocks() if entry in used]
         self._pool.pins.unpin(entry for entry in hand_off.blocks() if entry not in used)
-        if not puts and not (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if not puts and not asks:
             return
         job = StoreJob(
             self._ledger.next_id(),
@@ -156,6 +143,23 @@ class StoreJobs:
         self.epoch += 1
         self.known.clear()
         self._ledger.give_up()
+
+    def _sort_out(self, request: Request, hand_off: HandOff) -> tuple[list[StoredObject], list[StoredObject]]:
+        """What of the boundary is to be put, and what is cared for; the null block stands for one not handed off."""
+        puts: list[StoredObject] = []
+        requires: list[StoredObject] = []
+        by_end = {(group, end): block for group, block, end in hand_off.entries}
+        for group in sorted(self._objects.groups, key=lambda group: group.is_state):
+            for first, end in self._objects.needed(group, hand_off.boundary):
+                named = self._named(request, group.group_id, first, end)
+                if self._is_cared_for(named.ref):
+                    requires.append(named)
+                    continue
+                size = group.block_size
+                ends = [end] if group.is_state else [min(e + size, end) for e in range(first, end, size)]
+                blocks = tuple(by_end.get((group.group_id, e), NULL_BLOCK) for e in ends)
+                puts.append(StoredObject(group.group_id, first, end, named.block_hash, blocks))
+        return puts, requires
 
     def _is_cared_for(self, ref: ObjectRef) -> bool:
         return ref in self.known or self._ledger.is_pending(ref)
