@@ -51,3 +51,13 @@ def test_the_dialogues_are_skipped_loudly_without_the_traces() -> None:
     done = _run("tau_bench.py", "--json")
     assert done.stdout == ""
     assert "SKIPPED: DALSEGNO_TRACES" in done.stderr
+
+
+@pytest.mark.slow
+def test_mooncake_is_measured_beside_its_own_calls(mooncake_package: None) -> None:
+    options = ["--objects", "8", "--kib", "256", "--parts", "4", "--rounds", "1"]
+    rows = [json.loads(line) for line in _run("mooncake_store.py", "--json", *options).stdout.splitlines()]
+    assert all(set(row) == FIELDS and row["value"] > 0 for row in rows)
+    for call in ("put", "get"):
+        [row] = [row for row in rows if row["name"] == f"Mooncake: {call}"]
+        assert math.isclose(row["ratio"], row["value"] / row["reference"]), row

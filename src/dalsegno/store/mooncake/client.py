@@ -21,7 +21,17 @@ MISSING_PACKAGE = (
 )
 
 _MASTER_TIMEOUT_S = 5.0
-_RPC_TIMEOUT_MS = 5000
+
+_ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
+"""What the package takes from the environment when it is loaded, unless whoever runs us has set it otherwise.
+
+By itself it logs every connection to stderr, and waits half a minute for a master or a lender that is frozen.
+"""
 
 
 class MooncakeClient(Protocol):
@@ -70,10 +80,8 @@ class MooncakeClient(Protocol):
 
 def load_package() -> Any:
     """Import the package; `OptionError` says what is missing."""
-    # What the package takes from the environment, and whoever runs us may set otherwise: by itself it logs every
-    # connection to stderr, and waits half a minute for a master that is frozen.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(_RPC_TIMEOUT_MS))
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
