@@ -275,9 +275,8 @@ class StoreScheduler(SchedulerConnector):
 
     def shutdown(self) -> None:
         """See the base class; also without `bind_block_pool` before."""
-        if hasattr(self, "_lookups"):
-            self._lookups.shutdown()
-        self._shared.leave()
+        hangs = hasattr(self, "_lookups") and self._lookups.shutdown()
+        self._shared.leave(hangs=hangs)
 
     def _cleared(self) -> int:
         """The last epoch before whose jobs every rank's part of the store was emptied."""

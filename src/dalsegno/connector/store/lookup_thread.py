@@ -1,11 +1,11 @@
 """Lookups in a store that may be slow: on a thread of their own, with the engine coming back for the answer."""
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from functools import partial
 
 from dalsegno.connector.store.lookup import StoreMatch
+from dalsegno.connector.store.task_thread import TaskThread
 from dalsegno.request import Request
 from dalsegno.types import Clock
 
@@ -23,11 +23,7 @@ class LookupThread:
         self._clock = clock
         self._timeout_s = timeout_s
         self._on_progress = on_progress
-        self._tasks: SimpleQueue[tuple[Future[StoreMatch | None], Callable[[], StoreMatch | None]] | None] = (
-            SimpleQueue()
-        )
-        # A daemon: a lookup that hangs does not keep the process from ending.
-        threading.Thread(target=self._run, name="dalsegno-lookup", daemon=True).start()
+        self._thread = TaskThread("dalsegno-lookup")
         self._asked: dict[Request, tuple[Future[StoreMatch | None], float]] = {}
         self._overdue: set[Future[StoreMatch | None]] = set()
         self.num_timeouts = 0
@@ -40,7 +36,7 @@ class LookupThread:
                 return True, None
             future: Future[StoreMatch | None] = Future()
             future.add_done_callback(lambda _: self._on_progress())
-            self._tasks.put((future, find))
+            self._thread.put(partial(_run, future, find))
             self._asked[request] = future, self._clock.now() + self._timeout_s
             return False, None
         future, deadline = self._asked[request]
@@ -68,17 +64,21 @@ class LookupThread:
             self._overdue.add(future)
 
     def shutdown(self) -> None:
-        """Wait for nothing."""
+        """End the thread behind the lookup it is at, but do not wait for ever."""
         for future, _ in self._asked.values():
             future.cancel()
-        self._tasks.put(None)
+        self._thread.end()
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, find = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(find())
-            except Exception as error:
-                future.set_exception(error)
+    @property
+    def is_alive(self) -> bool:
+        """Whether a lookup is still at the store, which may hang."""
+        return self._thread.is_alive
+
+
+def _run(future: Future[StoreMatch | None], find: Callable[[], StoreMatch | None]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(find())
+    except Exception as error:
+        future.set_exception(error)

@@ -124,10 +124,12 @@ class Lookups:
         """Return and forget objects that lookups have missed: they are not known to be stored any more."""
         return [self._gone.popleft() for _ in range(len(self._gone))]
 
-    def shutdown(self) -> None:
-        """Wait for nothing."""
-        if self._thread is not None:
-            self._thread.shutdown()
+    def shutdown(self) -> bool:
+        """End the thread; whether a lookup hangs in the store nevertheless."""
+        if self._thread is None:
+            return False
+        self._thread.shutdown()
+        return self._thread.is_alive
 
     def _look_up(self, request: Request, local: ComputedBlocks) -> tuple[bool, StoreMatch | None]:
         if self._thread is not None and self._thread.is_running(request):
