@@ -2,10 +2,11 @@
 
 import ctypes
 import mmap
-import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from dalsegno.errors import OptionError
@@ -157,15 +158,18 @@ def test_a_frozen_master_is_waited_for_once(mooncake_master: MooncakeMaster, mon
     store = open_at(mooncake_master)
     assert put(store) == [Status.OK] * 8
     assert mooncake_master.process is not None
-    mooncake_master.process.send_signal(signal.SIGSTOP)
+    process = psutil.Process(mooncake_master.process.pid)
+    process.suspend()
     try:
+        threads = list(Path(f"/proc/{process.pid}/task").glob("*/stat"))
+        wait_until(lambda: all(") T " in thread.read_text() for thread in threads))
         assert get(store) == [Status.ERROR] * 8
         start = time.monotonic()
         assert get(store) == put(store) == [Status.ERROR] * 8
         assert time.monotonic() - start < 0.3
         assert store.stats()["get_rpc_timeout"] == 8
     finally:
-        mooncake_master.process.send_signal(signal.SIGCONT)
+        process.resume()
     wait_until(lambda: not store.stats()["unreachable"])
     assert get(store) == [Status.OK] * 8, "a master that was frozen has forgotten nothing"
     store.close()
