@@ -82,6 +82,7 @@ def mooncake_master(mooncake_package: None) -> "Iterator[MooncakeMaster]":
 
     with MooncakeMaster(lease_s=1.0) as master:
         yield master
+        master.stop(kill=True)  # by itself it takes a second to end
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
