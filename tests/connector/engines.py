@@ -18,6 +18,9 @@ __all__ = ["VOCABULARY", "StoreEngine"]
 
 VOCABULARY = 997
 _STALL_STEPS = 3000
+# On the fake clock, which runs fast while threads are waited for.
+_PATIENCE_S = 10_000.0
+_PATIENT = {"load_timeout_s": _PATIENCE_S, "job_timeout_s": _PATIENCE_S}
 _IDENTITY = {"weights": "w", "config": "c", "dtype": "int64"}
 
 
@@ -70,7 +73,7 @@ class StoreEngine:
             config,
             SchedulerConfig(max_model_len, budget),
             debug=True,
-            connector=ConnectorSetup(scheduler, world_size, **(setup or {})),
+            connector=ConnectorSetup(scheduler, world_size, **{**_PATIENT, **(setup or {})}),
         )
         self._count = 0
 
@@ -111,7 +114,7 @@ class StoreEngine:
 
     def settle(self) -> None:
         """Wait for every store job, then take the census."""
-        assert self.core.wait_for_connector(60), self.core.stats()
+        assert self.core.wait_for_connector(_PATIENCE_S), self.core.stats()
         self.core.verify()
 
     def expected(self, prompt: Sequence[int], num_tokens: int) -> list[int]:

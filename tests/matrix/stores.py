@@ -22,7 +22,10 @@ from dalsegno.testing.faulty_mooncake import UnluckyMooncakeClient
 from dalsegno.types import Clock
 from tests.connector.unruly import UnrulyWorker
 
-__all__ = ["RANKS", "STORES", "connect", "mooncake", "unlucky_mooncake"]
+__all__ = ["PATIENCE_S", "RANKS", "STORES", "connect", "mooncake", "unlucky_mooncake"]
+
+PATIENCE_S = 10_000.0
+"""On the fake clock, which runs fast while threads are waited for."""
 
 _SEGMENT_BYTES = 2**28
 
@@ -90,6 +93,6 @@ def connect(
     settings = {"store": opened, "store_block_size": object_tokens}
     scheduler, workers = create_connector(KVTransferConfig("StoreConnector", "kv_both", settings), context)
     if "dead" not in ranks:
-        return ConnectorSetup(scheduler, world_size), workers
+        return ConnectorSetup(scheduler, world_size, load_timeout_s=PATIENCE_S), workers
     silent = UnrulyWorker(workers[-1], holds_all=True)
     return ConnectorSetup(scheduler, world_size, close_timeout_s=0.1), [*workers[:-1], silent]

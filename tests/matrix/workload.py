@@ -19,7 +19,7 @@ from dalsegno.kv.manager import KVCacheManager
 from dalsegno.request import FinishReason, Request
 from dalsegno.sampling_params import SamplingParams
 from tests.matrix.backends import Backend, Row
-from tests.matrix.stores import RANKS, connect
+from tests.matrix.stores import PATIENCE_S, RANKS, connect
 
 UNIT = 16
 MAX_MODEL_LEN = 256
@@ -151,7 +151,7 @@ def run_phases(core: EngineCore, backend: Backend, cell: Cell, phases: list[list
             answers.prefilled[request.request_id] = request.num_prefilled_tokens
             answers.preemptions += request.num_preemptions
         if cell.store != "none":
-            reported = "dead" in cell.ranks or core.wait_for_connector(60.0)
+            reported = "dead" in cell.ranks or core.wait_for_connector(PATIENCE_S)
             assert reported, f"store jobs without an end: {core.stats()}"
             assert core.reset_prefix_cache()
 

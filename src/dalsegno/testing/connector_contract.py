@@ -37,7 +37,8 @@ __all__ = ["ConnectorContract", "ContractEngine"]
 
 _VOCABULARY = 997
 _MOST_STEPS = 2000
-_SETTLE_S = 60.0
+# On the fake clock, which runs fast while threads are waited for.
+_SETTLE_S = 10_000.0
 _UNKNOWN = 987_654_321
 _CONFIG = CacheConfig(32, 16, decode_checkpoint_interval=16)
 
@@ -72,7 +73,9 @@ class ContractEngine:
             _CONFIG,
             limits,
             debug=True,
-            connector=ConnectorSetup(scheduler, world_size=len(ranks), close_timeout_s=_SETTLE_S),
+            connector=ConnectorSetup(
+                scheduler, world_size=len(ranks), load_timeout_s=_SETTLE_S, close_timeout_s=_SETTLE_S
+            ),
         )
         self.outputs: list[ConnectorOutput] = []
         self.foreign_calls: list[str] = []
