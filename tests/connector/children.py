@@ -1,5 +1,6 @@
 """Children of a MultiConnector: store connectors, and others that raise, keep tables, or report as a test likes."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,25 @@ from dalsegno.request import Request
 from dalsegno.store.base import Store
 from dalsegno.store.memory import MemoryStore
 from dalsegno.types import LoadFailure
-from tests.connector.engines import StoreEngine, Unclosable
+from tests.connector.engines import VOCABULARY, StoreEngine, Unclosable
 from tests.connector.unruly import UnrulyWorker
 
-__all__ = ["NULL", "START", "Gossip", "Hooked", "Keeper", "MultiEngine", "Unruly", "contents", "store_child"]
+__all__ = [
+    "HITS",
+    "NULL",
+    "PROMPTS",
+    "START",
+    "Gossip",
+    "Hooked",
+    "Keeper",
+    "MultiEngine",
+    "Unruly",
+    "contents",
+    "filled",
+    "of_ranks",
+    "received",
+    "store_child",
+]
 
 NULL: Mapping[str, Any] = {"kv_connector": "NullConnector"}
 
@@ -221,3 +237,16 @@ def of_ranks(reports: Sequence[tuple[int, int]], world_size: int) -> bool:
     """Whether every load that was reported was so exactly once by each rank."""
     loads = {load_id for load_id, _ in reports}
     return sorted(reports) == [(load_id, rank) for load_id in sorted(loads) for rank in range(world_size)]
+
+
+PROMPTS = [random.Random(seed).choices(range(VOCABULARY), k=length) for seed, length in enumerate((40, 100, 257))]
+HITS = [32, 96, 256]
+
+
+def filled(world_size: int = 1) -> MemoryStore:
+    store = MemoryStore()
+    with StoreEngine(store, world_size=world_size) as engine:
+        for prompt in PROMPTS:
+            engine.send(prompt, 5)
+        engine.settle()
+    return store

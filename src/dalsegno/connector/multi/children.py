@@ -51,7 +51,8 @@ class Child(Generic[_Side]):
             # One traceback tells what is wrong; the counter tells how often.
             if name not in self._logged:
                 self._logged.add(name)
-                logger.exception("child %d of a MultiConnector, %s: %s raised", self.index, type(self.side).__name__, name)
+                side = type(self.side).__name__
+                logger.exception("child %d of a MultiConnector, %s: %s raised", self.index, side, name)
             return default
 
 
