@@ -83,6 +83,8 @@ def test_a_host_is_known_by_the_address_from_which_it_reaches_the_master() -> No
         ({"mode": "standalone-store", "global_segment_size": 2**24}, ["standalone-store", "must be 0"]),
         ({"global_segment_size": 1000}, ["global_segment_size", "at least 16777216", "1000"]),
         ({"global_segment_size": -1}, ["global_segment_size", "-1"]),
+        ({"global_segment_size": 2**63}, ["global_segment_size", "9223372036854775808"]),
+        ({"global_segment_size": "9" * 400 + "GB"}, ["global_segment_size", "999"]),
         ({"global_segment_size": True}, ["global_segment_size", "True"]),
         ({"local_buffer_size": "a lot"}, ["local_buffer_size", "4GB", "a lot"]),
         ({"enable_offload": True}, ["enable_offload=True", "only enable_offload=False"]),
@@ -107,7 +109,7 @@ def test_settings_that_ask_for_nothing_are_accepted() -> None:
     assert MooncakeConfig.from_settings({"master_server_address": "a:1", **off}, {}) == MooncakeConfig("a:1")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", None])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, None])
 def test_a_file_that_is_none_is_refused_by_its_name(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     if text is not None:

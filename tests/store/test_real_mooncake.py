@@ -2,8 +2,10 @@
 
 import ctypes
 import mmap
+import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -205,6 +207,43 @@ def test_a_master_that_is_not_there_is_said_at_once(mooncake_package: None) -> N
     with pytest.raises(OptionError, match="no Mooncake master answers at"):
         open_mooncake({"master_server_address": f"127.0.0.1:{free_port()}"})
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("greeting", "message"),
+    [(None, "no Mooncake master answers at"), (b"", "is no Mooncake master"), (b"HTTP/1.1 400", "is no Mooncake")],
+)
+def test_who_listens_and_is_no_master_is_told_at_once(
+    greeting: bytes | None, message: str, mooncake_package: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package itself would try to reach it for minutes, one that speaks HTTP for ever."""
+    monkeypatch.setattr("dalsegno.store.mooncake.client._MASTER_TIMEOUT_S", 0.2)
+    start = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        opened = pool.submit(open_mooncake, {"master_server_address": f"127.0.0.1:{listener.getsockname()[1]}"})
+        line, _ = listener.accept()
+        with line:
+            assert line.recv(100)
+            if greeting is not None:
+                line.sendall(greeting)
+                line.shutdown(socket.SHUT_WR)
+            with pytest.raises(OptionError, match=message):
+                opened.result()
+    assert time.monotonic() - start < 10
+
+
+def test_a_frozen_master_keeps_an_engine_from_starting(
+    mooncake_master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dalsegno.store.mooncake.client._MASTER_TIMEOUT_S", 0.2)
+    assert mooncake_master.process is not None
+    frozen = psutil.Process(mooncake_master.process.pid)
+    frozen.suspend()
+    try:
+        with pytest.raises(OptionError, match="no Mooncake master answers at"):
+            open_mooncake({"master_server_address": mooncake_master.address})
+    finally:
+        frozen.resume()
 
 
 def test_a_port_in_use_is_refused(mooncake_master: MooncakeMaster) -> None:

@@ -21,6 +21,8 @@ MISSING_PACKAGE = (
 )
 
 _MASTER_TIMEOUT_S = 5.0
+# A call of the master's protocol, coro_rpc, without arguments and of no function; what is answered begins likewise.
+_QUESTION = bytes([21]) + bytes(19)
 
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
@@ -116,13 +118,17 @@ def connect(config: MooncakeConfig) -> MooncakeClient:
 
 
 def _check_master(address: str) -> None:
-    """Refuse at once what the package would try to reach for a minute and a half."""
+    """Refuse at once whom the package would try to reach for minutes: nobody, one who is silent, somebody else."""
     if "://" in address:
         return
+    port = split_address(address)[1]
     try:
-        socket.create_connection(split_address(address), _MASTER_TIMEOUT_S).close()
+        with socket.create_connection(split_address(address), _MASTER_TIMEOUT_S) as line:
+            line.sendall(_QUESTION)
+            answer = line.recv(1)
     except OSError as error:
-        port = split_address(address)[1]
         raise OptionError(
             f"no Mooncake master answers at {address} ({error}); start one with mooncake_master --rpc_port {port}"
         ) from error
+    if answer != _QUESTION[:1] and os.environ.get("MC_RPC_PROTOCOL", "tcp") == "tcp":
+        raise OptionError(f"what listens at {address} is no Mooncake master: is {port} the master's --rpc_port?")

@@ -26,6 +26,7 @@ MIN_SEGMENT_BYTES = 2**24
 _SCHEME = "mooncake://"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_TOO_MANY_BYTES = 2**63
 _SIZES = ("global_segment_size", "local_buffer_size")
 _PROTOCOLS = ("tcp", "rdma")
 _MODES = ("embedded", "standalone-store")
@@ -143,10 +144,13 @@ def split_address(address: str) -> tuple[str, int]:
 
 def parse_bytes(name: str, value: Any) -> int:
     """Return a number of bytes given as an integer of at least 0 or as text such as "4GB"; raises `OptionError`."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+    num_bytes: float = -1
+    if isinstance(value, int) and not isinstance(value, bool):
+        num_bytes = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        num_bytes = float(match[1]) * _UNITS[match[2].lower()]
+    if 0 <= num_bytes < _TOO_MANY_BYTES:
+        return int(num_bytes)
     raise OptionError(f'{name} must be a number of bytes, as an integer or such as "4GB", got {value!r}')
 
 
@@ -157,7 +161,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"MOONCAKE_CONFIG_PATH={path!r} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise OptionError(f"MOONCAKE_CONFIG_PATH={path!r} must hold a JSON object, got {found!r}")
