@@ -173,6 +173,29 @@ def test_a_producer_whose_own_cache_hits_stores_again_what_a_restarted_master_ha
         assert other.stats()[HITS] == 2 * 288
 
 
+def test_an_embedded_store_near_and_mooncake_far_each_have_everything(
+    mooncake_master: MooncakeMaster, lender: Lender, tmp_path: Path
+) -> None:
+    """What was found far is kept near; then either one alone is enough."""
+    prompts = tuple(prompt_of(300, seed) for seed in range(2))
+    expected = cold(prompts, 6)
+
+    def near(name: str) -> dict[str, Any]:
+        settings = {"path": str(tmp_path / name), "bytes": 2**26}
+        return {"kv_connector": "StoreConnector", "kv_connector_extra_config": settings}
+
+    def hits(*connectors: dict[str, Any]) -> float:
+        both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(connectors)}}
+        with LLM(tiny_model(MODEL), kv_transfer_config=both, **MEMORY) as llm:
+            assert ask(llm, prompts, 6) == expected
+            return flush(llm)[HITS]
+
+    far = role("kv_both", mooncake_master)
+    assert hits(near("here"), far) == 0
+    assert hits(near("there"), far) == 2 * 288
+    assert hits(near("here")) == hits(near("there")) == hits(far) == 2 * 288
+
+
 class Snatched(WrappedStore):
     """Before every other read somebody else removes some of the keys."""
 
