@@ -182,6 +182,24 @@ def test_closing_beside_a_store_that_hangs_ends_and_says_what_it_drops(caplog: p
     store.opened.set()
 
 
+def test_a_close_that_is_interrupted_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C while it waits for the store ends the wait, not the closing: nobody can close again."""
+    engine = StoreEngine(MemoryStore(), world_size=2)
+    engine.ranks[0].holds_all = True
+    engine.send(PROMPT, 20)
+    assert engine.core.stats()["kv_offload_pending_jobs"] > 0
+
+    def interrupt(_timeout_s: float) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.worker.port, "wait", interrupt)
+    threads = [side._thread for rank in engine.ranks for side in (rank.inner._sender, rank.inner._receiver)]  # type: ignore[attr-defined]
+    assert all(thread.is_alive for thread in threads)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not any(thread.is_alive for thread in threads)
+
+
 def test_what_a_store_has_lost_is_stored_again() -> None:
     """68: a store evicts behind our back; once a lookup has missed it, it is not known to be stored any more."""
     store = MemoryStore()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from dalsegno.config import CacheConfig, SchedulerConfig
 from dalsegno.connector.base import SchedulerConnector
@@ -249,16 +250,18 @@ class EngineCore:
             census(self.manager)
 
     def close(self) -> None:
-        """Drop all requests and close the worker."""
-        if not self._broken:
+        """Drop all requests and close the worker, also if the wait for the connector is interrupted."""
+        with ExitStack() as stack:
+            stack.callback(self.connection.connector.shutdown)
+            stack.callback(self.worker.close)
+            if self._broken:
+                return
             self.scheduler.checks.drop_all()
             for request in list(self.scheduler.requests()):
                 self.scheduler.finish(request.request_id, FinishReason.ABORT, self.clock.now())
             if not self.wait_for_connector(self._setup.close_timeout_s):
                 logger.warning("closed with work of the connector left undone: %s", self.connection.connector.stats())
             self.connection.free_kept()
-        self.worker.close()
-        self.connection.connector.shutdown()
 
     def _check_sound(self) -> None:
         if self._broken:
