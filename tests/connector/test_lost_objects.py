@@ -125,3 +125,65 @@ def test_what_is_stored_is_confirmed_while_there_is_no_room_for_more() -> None:
         assert answer(engine, PROMPT) == 288
         memory.clear()
         assert answer(engine, PROMPT) == 0
+
+
+@pytest.mark.parametrize("fault", [Fault.PUT_NO_ROOM, Fault.PUT_ERROR, Fault.EXISTS_RAISES])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_shorter_boundary_is_not_said_to_be_stored_for_having_been_once(fault: Fault, world_size: int) -> None:
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    with StoreEngine(store, world_size=world_size) as engine:
+        assert answer(engine, PROMPT[:40]) == 32
+        assert answer(engine, PROMPT) == 288
+        memory.clear()
+        store._rates[fault] = 1.0
+        assert answer(engine, LONGER) == 0
+
+
+def test_who_stores_nothing_is_told_what_the_store_has() -> None:
+    store = MemoryStore()
+    with StoreEngine(store) as engine:
+        asks = {"do_remote_decode": True}
+        assert answer(engine, PROMPT) == 288
+        request = engine.send(LONGER, 1, no_store=True, kv_transfer_params=asks)
+        assert request.kv_transfer_answer == {"do_remote_prefill": True, "stored_boundary": 288}
+        store.clear()
+        request = engine.send(LONGER, 1, no_store=True, kv_transfer_params=asks)
+        assert request.kv_transfer_answer == {"do_remote_prefill": True, "stored_boundary": 0}
+        assert not store._entries
+
+
+PUT_FAULTS = (Fault.PUT_ERROR, Fault.PUT_NO_ROOM, Fault.PUT_LAST_NO_ROOM, Fault.PUT_RAISES)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_answer_says_more_than_another_engine_finds(seed: int) -> None:
+    """Objects go missing before a request, and while it runs the store may fail."""
+    rng = random.Random(seed)
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    kinds, size = rng.choice(("as", "a", "aws", "s")), rng.randint(1, 3)
+    bases = [rng.choices(range(VOCABULARY), k=length) for length in (40, 100, 300)]
+    told = 0
+    pause = rng.choice((0.001, 1.0))
+    with StoreEngine(store, kinds, world_size=size, pressure_pause_s=pause, num_slabs=80, max_model_len=700) as engine:
+        for _ in range(12):
+            left = list(memory._entries)
+            memory.remove(rng.sample(left, min(len(left), rng.choice((0, 1, 3, 1000)))))
+            faults = (None, None, *PUT_FAULTS, Fault.EXISTS_ERROR, Fault.EXISTS_RAISES)
+            if fault := rng.choice(faults):
+                store._rates[fault] = rng.choice((0.5, 1.0))
+            base = rng.choice(bases)
+            prompt = base[: rng.randint(17, len(base))] + rng.choices(range(VOCABULARY), k=rng.choice((0, 1, 40)))
+            asks = {"do_remote_decode": True}
+            request = engine.send(prompt, rng.choice((1, 20)), kv_transfer_params=asks)
+            store._rates.clear()
+            boundary = (request.kv_transfer_answer or {})["stored_boundary"]
+            told += boundary
+            with StoreEngine(memory, kinds, world_size=size, role="kv_consumer", save_decode_cache=False) as other:
+                found = other.send([*list(request.token_ids)[:boundary], *[5] * 17], 1)
+            assert (found.num_cached_tokens or 0) >= boundary
+        engine.settle()
+        assert not engine.core.manager.pins.counts
+        assert not engine.core.connection.connector._jobs._confirmed  # type: ignore[attr-defined]
+    assert told

@@ -144,11 +144,11 @@ class StoreScheduler(SchedulerConnector):
 
     def is_answer_held(self, request: Request) -> bool:
         """See the base class."""
-        return self._jobs.is_pending(request)
+        return self._jobs.is_held(request)
 
     def take_transfer_params(self, request: Request) -> dict[str, Any] | None:
         """Name the boundary of the request that is in the store."""
-        return {"do_remote_prefill": True, "stored_boundary": self._jobs.stored_boundary(request)}
+        return {"do_remote_prefill": True, "stored_boundary": self._jobs.take_stored_boundary(request)}
 
     def forget_prefix(self, request: Request) -> None:
         """See `HandOffSink.forget_prefix`."""

@@ -1,6 +1,7 @@
 """From hand-offs to store jobs: what of a boundary is put, by whom it is owned, and what a report means."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from dalsegno.connector.base import BoundPool
 from dalsegno.connector.store.ledger import JobLedger, KnownStored
@@ -41,6 +42,8 @@ class StoreJobs:
         self._objects = objects
         self.known = KnownStored()
         self._ledger = JobLedger(max_backlog_bytes, world_size)
+        # Of requests that are to be told what is stored: the boundaries at which the store has said so meanwhile.
+        self._confirmed: dict[Request, set[int]] = {}
         self.epoch = 0
         self.outbox: list[StoreJob] = []
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -70,6 +73,8 @@ class StoreJobs:
         asks = (request.kv_transfer_params or {}).get("do_remote_decode")
         if not hand_off.entries and not asks:
             return
+        if asks and not is_retry:
+            self._confirmed.setdefault(request, set())
         puts, requires = self._sort_out(request, hand_off)
         used = {(item.group_id, block) for item in puts for block in item.blocks}
         num_bytes = sum(self._pool.layout.groups[group].block_bytes for group, _ in used)
@@ -82,17 +87,7 @@ class StoreJobs:
         self._pool.pins.unpin(entry for entry in hand_off.blocks() if entry not in used)
         if not puts and not asks:
             return
-        job = StoreJob(
-            self._ledger.next_id(),
-            self.epoch,
-            salt_tag(request.cache_salt),
-            hand_off.boundary,
-            tuple(puts),
-            tuple(requires),
-        )
-        self._ledger.register(job, request, kept, num_bytes, is_retry=is_retry)
-        self.outbox.append(job)
-        self.counters["kv_offload_jobs"] += 1
+        self._add(request, hand_off.boundary, puts, requires, kept, is_retry=is_retry)
 
     def finish(self, rank: int, report: JobReport) -> None:
         """A rank has reported a job; it ends with the last one. Reports of unknown jobs are ignored.
@@ -107,6 +102,8 @@ class StoreJobs:
             self.counters["kv_offload_jobs_incomplete"] += 1
         if ended.job.epoch != self.epoch:
             return
+        if ended.complete and ended.request in self._confirmed:
+            self._confirmed[ended.request].add(ended.job.boundary)
         for ref in ended.stored:
             self.known.add(ref)
         unconfirmed = () if ended.complete or ended.job.objects else (item.ref for item in ended.job.requires)
@@ -126,17 +123,26 @@ class StoreJobs:
             for block_hash in reversed(request.block_hashes)
         )
 
-    def stored_boundary(self, request: Request) -> int:
-        """The longest boundary of the request that is known to be in the store as a whole; 0 for none."""
-        unit, groups = self._pool.index.unit, self._objects.groups
-        for boundary in range(len(request.block_hashes) * unit, 0, -unit):
-            # Every group's last object ends at the boundary; at most boundaries it is not there.
-            if not all(self._named(request, group.group_id, 0, boundary).ref in self.known for group in groups):
-                continue
-            needed = ((group.group_id, *span) for group in groups for span in self._objects.needed(group, boundary))
-            if all(self._named(request, *span).ref in self.known for span in needed):
-                return boundary
-        return 0
+    def is_held(self, request: Request) -> bool:
+        """Whether it is not yet sure what of the request is stored: jobs are under way, or the store has to be asked.
+
+        What is known from earlier alone is asked for, the longest boundary first.
+        """
+        if self.is_pending(request):
+            return True
+        boundaries = range(len(request.block_hashes) * self._pool.index.unit, 0, -self._pool.index.unit)
+        longest = next((boundary for boundary in boundaries if self._is_known(request, boundary)), 0)
+        if not longest or longest in self._confirmed.get(request, ()):
+            return False
+        self._confirmed.setdefault(request, set())
+        # As if for the second time: what is missing is not put for a request that perhaps stores nothing.
+        self._add(request, longest, (), self._needed(request, longest), (), is_retry=True)
+        return True
+
+    def take_stored_boundary(self, request: Request) -> int:
+        """The longest boundary of the request that is stored as a whole, as the store has confirmed; 0 for none."""
+        confirmed = self._confirmed.pop(request, set())
+        return max((boundary for boundary in confirmed if self._is_known(request, boundary)), default=0)
 
     def reset(self) -> None:
         """Begin a new epoch: nothing is known to be stored any more."""
@@ -160,6 +166,41 @@ class StoreJobs:
                 blocks = tuple(by_end.get((group.group_id, e), NULL_BLOCK) for e in ends)
                 puts.append(StoredObject(group.group_id, first, end, named.block_hash, blocks))
         return puts, requires
+
+    def _add(
+        self,
+        request: Request,
+        boundary: int,
+        puts: Sequence[StoredObject],
+        requires: Sequence[StoredObject],
+        pins: Sequence[tuple[int, int]],
+        *,
+        is_retry: bool = False,
+    ) -> None:
+        """Begin a job, which takes over `pins`."""
+        tag = salt_tag(request.cache_salt)
+        job = StoreJob(self._ledger.next_id(), self.epoch, tag, boundary, tuple(puts), tuple(requires))
+        num_bytes = sum(self._pool.layout.groups[group].block_bytes for group, _ in set(pins))
+        self._ledger.register(job, request, list(pins), num_bytes, is_retry=is_retry)
+        self.outbox.append(job)
+        self.counters["kv_offload_jobs"] += 1
+
+    def _needed(self, request: Request, boundary: int) -> list[StoredObject]:
+        """Everything that restores the boundary."""
+        groups = self._objects.groups
+        return [
+            self._named(request, group.group_id, first, end)
+            for group in groups
+            for first, end in self._objects.needed(group, boundary)
+        ]
+
+    def _is_known(self, request: Request, boundary: int) -> bool:
+        """Whether the boundary is known to be in the store as a whole."""
+        # Every group's last object ends at the boundary; at most boundaries it is not there.
+        last = (self._named(request, group.group_id, 0, boundary) for group in self._objects.groups)
+        return all(item.ref in self.known for item in last) and all(
+            item.ref in self.known for item in self._needed(request, boundary)
+        )
 
     def _is_cared_for(self, ref: ObjectRef) -> bool:
         return ref in self.known or self._ledger.is_pending(ref)
