@@ -2,19 +2,17 @@
 
 Another process lends the memory, so that bytes cross the loopback as they would a network. Reference of each figure is
 one raw call per batch on the same registered memory and, in series with it, the checksum of the same bytes. Both take
-turns, on fresh keys; what was put is removed between the rounds.
+turns, on fresh keys; what was put is removed between the rounds. Ratios are those of a round, the median of them.
 """
 
 import itertools
 import mmap
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
+from lender import lender
 from rows import Row, command_line, parse_arguments, print_rows
 
 from dalsegno.store.base import Status
@@ -22,7 +20,6 @@ from dalsegno.store.keys import StoreKey, namespace_digest, salt_tag
 from dalsegno.store.mooncake import MooncakeStore
 from dalsegno.store.mooncake.client import MooncakeClient, connect
 from dalsegno.store.mooncake.config import MooncakeConfig
-from dalsegno.store.mooncake.master import free_port
 from dalsegno.store.objects import StoreObject, get_objects, payload_checksum, put_objects
 from dalsegno.types import BlockHash
 
@@ -108,30 +105,15 @@ def _round(client: MooncakeClient, store: MooncakeStore, source: Memory, target:
     store.clear(_NAMESPACE)
 
 
-@contextmanager
-def _lender(port: int, num_bytes: int) -> Iterator[None]:
-    """Another process with a master that lends memory."""
-    code = "from dalsegno.cli.main import app; app()"
-    command = [sys.executable, "-c", code, "store", "serve", f"mooncake://127.0.0.1:{port}", "--with-master"]
-    with subprocess.Popen([*command, "--segment-bytes", str(num_bytes)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        _check(process.stdout.readline().startswith(b"lending"))
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
 def main() -> None:
     """Measure and print the rows."""
     arguments = parse_arguments(__doc__ or "", ("objects", 64), ("kib", 2048), ("parts", 16), ("rounds", 9))
     source = Memory(arguments.objects, arguments.kib * 1024, arguments.parts)
     target = Memory(arguments.objects, arguments.kib * 1024, arguments.parts)
     total = source.region.nbytes
-    port = free_port()
     found: dict[str, list[float]] = {}
-    with _lender(port, max(4 * total, 2**26)):
-        client = connect(MooncakeConfig(f"127.0.0.1:{port}"))
+    with lender(max(4 * total, 2**26)) as address:
+        client = connect(MooncakeConfig(address))
         store = MooncakeStore(client)
         store.register(source.region)
         store.register(target.region)
@@ -139,13 +121,14 @@ def main() -> None:
             for name, seconds in _round(client, store, source, target):
                 found.setdefault(name, []).append(seconds)
         store.close()
-    median = {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
     rows = []
     for call, checksum in (("put", "checksum before a put"), ("get", "checksum behind a get")):
-        series = total / (median[f"raw {call}"] + median[checksum]) / 1e9
+        series = [raw + summed for raw, summed in zip(found[f"raw {call}"], found[checksum], strict=True)][1:]
         for name in (f"raw {call}", checksum, call):
-            speed = total / median[name] / 1e9
-            rows.append(Row(f"Mooncake: {name}", speed, "GB/s", series, speed / series, command_line()))
+            seconds = found[name][1:]
+            ratio = statistics.median(both / own for both, own in zip(series, seconds, strict=True))
+            speed, beside = (total / statistics.median(times) / 1e9 for times in (seconds, series))
+            rows.append(Row(f"Mooncake: {name}", speed, "GB/s", beside, ratio, command_line()))
     print_rows(rows, as_json=arguments.json)
 
 
