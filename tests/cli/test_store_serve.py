@@ -1,9 +1,11 @@
 """`dalsegno store serve` and the other commands on a Mooncake store."""
 
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -30,13 +32,18 @@ def listening() -> Iterator[int]:
 
 
 def serve(*arguments: str) -> "subprocess.Popen[str]":
-    """Start the command and wait for its line."""
+    """Start the command and wait for its line, which says where metrics are exactly if the master is its own."""
     code = "from dalsegno.cli.main import app; app()"
     command = [sys.executable, "-c", code, "store", "serve", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("lending 16,777,216 bytes to mooncake://127.0.0.1:"), line
+    found = re.search(r"metrics at (\S+/metrics);", line)
+    assert (found is not None) == ("--with-master" in arguments), line
+    if found is not None:
+        with urllib.request.urlopen(found[1], timeout=10) as page:
+            assert b"master_total_capacity_bytes 16777216" in page.read()
     return process
 
 

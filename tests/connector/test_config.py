@@ -85,12 +85,13 @@ def test_what_vllm_has_besides_is_accepted_where_it_asks_for_nothing() -> None:
     assert KVTransferConfig.parse({"kv_connector": "StoreConnector"}) == plain
 
 
-@pytest.mark.parametrize("name", ["StoreConnectr", "storeconnector", "LMCacheConnectorV1", "dalsegno.connector.null"])
+@pytest.mark.parametrize("name", ["StoreConnectr", "storeconnector", "LMCacheConnectorV1", "NixlConnector"])
 def test_an_unknown_connector_is_refused_with_those_there_are(name: str) -> None:
     message = refusal({"kv_connector": name})
     assert repr(name) in message
     assert "kv_connector_module_path" in message
-    assert any(known in message for known in CONNECTORS)
+    assert all(known in message for known in CONNECTORS)
+    assert "did you mean" not in message, "others' connectors have names that are like ours and do something else"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,9 @@ def test_an_unknown_connector_is_refused_with_those_there_are(name: str) -> None
         ({"store": "memory", "pressure_pause_s": -1}, ["pressure_pause_s", "-1"]),
         ({"store": "memory", "cache_prefix": 3}, ["cache_prefix", "3"]),
         ({"store": "memory", "offload_worker": "gpu"}, ["offload_worker", "'gpu'", "thread", "process"]),
+        ({"store": "memory", "store_tp_size": 2}, ["kv_connector_extra_config", "store_tp_size=2", "=1"]),
+        ({"store": "memory", "enable_group_semantics": True}, ["enable_group_semantics=True"]),
+        ({"store": "memory", "prefill_tp_sizes": [2, 4]}, ["prefill_tp_sizes=[2, 4]"]),
     ],
 )
 def test_a_wrong_setting_of_the_store_connector_is_refused_by_name(
@@ -127,6 +131,16 @@ def test_a_wrong_setting_of_the_store_connector_is_refused_by_name(
 ) -> None:
     message = refusal({**STORE, "kv_connector_extra_config": settings})
     assert all(word in message for word in words), message
+
+
+def test_what_vllms_connector_has_besides_is_accepted_where_it_asks_for_nothing() -> None:
+    extra = {"enable_group_semantics": False, "enable_store_tp_lcm": False, "prefill_tp_sizes": [1], "store_tp_size": 1}
+    settings = {"store": "memory", "bytes": 2**20}
+    parsed = [
+        StoreSettings.parse(KVTransferConfig.parse({**STORE, "kv_connector_extra_config": given}), 32)
+        for given in (settings, {**settings, **extra})
+    ]
+    assert parsed[0] == parsed[1]
 
 
 def test_the_null_connector_has_no_settings() -> None:

@@ -69,6 +69,18 @@ def test_a_host_is_known_by_the_address_from_which_it_reaches_the_master() -> No
     assert MooncakeConfig("etcd://a:1;b:2").master_server_address == "etcd://a:1;b:2"
 
 
+def test_a_master_may_be_named_as_kv_store_names_it() -> None:
+    assert MooncakeConfig("mooncake://127.0.0.1:7") == MooncakeConfig("127.0.0.1:7")
+    with pytest.raises(OptionError, match="HOST:PORT"):
+        MooncakeConfig("mooncake://127.0.0.1:7/x")
+
+
+def test_a_variable_that_asks_for_a_place_is_refused(environment: dict[str, str]) -> None:
+    for others in ({"MOONCAKE_MASTER": "a:1"}, environment):
+        with pytest.raises(OptionError, match="MOONCAKE_PREFERRED_SEGMENT"):
+            MooncakeConfig.from_settings({}, {**others, "MOONCAKE_PREFERRED_SEGMENT": "b:1"})
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -90,6 +102,7 @@ def test_a_host_is_known_by_the_address_from_which_it_reaches_the_master() -> No
         ({"enable_offload": True}, ["enable_offload=True", "only enable_offload=False"]),
         ({"enable_ssd_offload": True}, ["enable_ssd_offload=True"]),
         ({"tenant_id": "me"}, ["tenant_id='me'"]),
+        ({"preferred_segment": True}, ["preferred_segment=True"]),
         ({"enable_client_http_server": True}, ["enable_client_http_server=True"]),
     ],
 )
@@ -120,7 +133,7 @@ def test_a_file_that_is_none_is_refused_by_its_name(text: str | None, tmp_path: 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0, 0), (7, 7), ("8", 8), ("7b", 7), ("1KB", 2**10), ("1.5 GB", 3 * 2**29), ("2t", 2**41), (" 3 M ", 3 * 2**20)],
+    [(0, 0), (7, 7), ("8", 8), ("7b", 7), ("1KB", 2**10), ("1.5 GB", 3 * 2**29), ("2TiB", 2**41), (" 3 M ", 3 * 2**20)],
 )
 def test_sizes_may_have_units(value: object, expected: int) -> None:
     assert parse_bytes("size", value) == expected

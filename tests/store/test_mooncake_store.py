@@ -49,6 +49,22 @@ def put(store: MooncakeStore, numbers: Sequence[int] = range(8)) -> list[Status]
     return store.put([KEYS[n] for n in numbers], [[memoryview(PAYLOADS[n])] for n in numbers])
 
 
+def test_that_nobody_lends_is_said_once(master: FakeMooncakeMaster, caplog: pytest.LogCaptureFixture) -> None:
+    store = make_store(FakeMooncakeClient(master, 0))
+    assert put(store) == put(store) == [Status.NO_ROOM] * 8
+    assert [record.getMessage() for record in caplog.records] == [
+        "the Mooncake master had no room for the first object: does anybody lend it memory?"
+    ]
+    store.close()
+
+
+def test_that_a_store_is_full_is_no_warning(store: MooncakeStore, caplog: pytest.LogCaptureFixture) -> None:
+    assert put(store) == [Status.OK] * 8
+    large = bytes(2 * ROOM_BYTES)
+    assert store.put([make_key(100)], [[memoryview(large)]]) == [Status.NO_ROOM]
+    assert not caplog.records
+
+
 def get(store: MooncakeStore, numbers: Sequence[int] = range(8)) -> list[Status]:
     """Read objects; those that are OK hold their bytes, or this raises."""
     targets = [bytearray(len(PAYLOADS[n])) for n in numbers]

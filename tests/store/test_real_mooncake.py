@@ -209,6 +209,15 @@ def test_a_master_that_is_not_there_is_said_at_once(mooncake_package: None) -> N
     assert time.monotonic() - start < 10
 
 
+def test_settings_that_the_package_refuses_are_told_with_what_may_be_wrong(mooncake_master: MooncakeMaster) -> None:
+    settings = {"master_server_address": mooncake_master.address, "global_segment_size": MIN_SEGMENT_BYTES}
+    with pytest.raises(OptionError) as caught:
+        open_mooncake({**settings, "metadata_server": f"http://127.0.0.1:{free_port()}/metadata"})
+    words = (mooncake_master.address, "local_hostname='127.0.0.1'", "metadata_server='http://", "16,777,216 bytes")
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "protocol" not in str(caught.value), "there is nothing to doubt about tcp"
+
+
 @pytest.mark.parametrize(
     ("greeting", "message"),
     [(None, "no Mooncake master answers at"), (b"", "is no Mooncake master"), (b"HTTP/1.1 400", "is no Mooncake")],

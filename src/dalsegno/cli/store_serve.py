@@ -40,7 +40,9 @@ def serve_memory(url: str, segment_bytes: str, *, with_master: bool) -> None:
         master = stack.enter_context(MooncakeMaster(split_address(address)[1])) if with_master else None
         client = connect(config)
         stack.callback(client.close)
-        typer.echo(f"lending {num_bytes:,} bytes to mooncake://{address}; stop with Ctrl-C or SIGTERM")
+        host = split_address(address)[0]
+        metrics = f", metrics at http://{host}:{master.metrics_port}/metrics" if master is not None else ""
+        typer.echo(f"lending {num_bytes:,} bytes to mooncake://{address}{metrics}; stop with Ctrl-C or SIGTERM")
         while not stopped.wait(_WATCH_S):
             if master is not None and master.process is not None and master.process.poll() is not None:
                 raise EngineError("the master has ended; what was stored is lost")

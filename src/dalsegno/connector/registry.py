@@ -14,7 +14,6 @@ from dalsegno.connector.base import SchedulerConnector, WorkerConnector
 from dalsegno.connector.config import KVTransferConfig
 from dalsegno.errors import OptionError
 from dalsegno.kv.layout import MemoryLayout
-from dalsegno.options import nearest_name
 from dalsegno.types import Clock
 
 __all__ = ["CONNECTORS", "ConnectorContext", "Sides", "create_connector"]
@@ -88,10 +87,9 @@ def _factory(config: KVTransferConfig) -> _Factory:
     name, path = config.kv_connector, config.kv_connector_module_path
     if path is None:
         if name not in CONNECTORS:
-            nearest = nearest_name(name, CONNECTORS)
-            hint = f"did you mean {nearest}?" if nearest else f"known are {', '.join(sorted(CONNECTORS))}"
             raise OptionError(
-                f"there is no kv_connector {name!r}; {hint} (others: give their kv_connector_module_path)"
+                f"there is no kv_connector {name!r}; known are {', '.join(sorted(CONNECTORS))} "
+                "(others: give their kv_connector_module_path)"
             )
         factory: _Factory = importlib.import_module(CONNECTORS[name]).create
         return factory

@@ -8,7 +8,7 @@ from typing import Any
 
 from dalsegno.connector.config import KVTransferConfig
 from dalsegno.errors import OptionError
-from dalsegno.options import check_integer, check_seconds
+from dalsegno.options import check_foreign_options, check_integer, check_seconds
 
 __all__ = ["StoreSettings"]
 
@@ -17,6 +17,13 @@ _REMOTE_STORES = ("mooncake",)
 _MOONCAKE_CONNECTOR = "MooncakeStoreConnector"
 _BOOLEANS = ("enable_lookup", "load_async", "save_decode_cache", "lookup_async")
 _BY_DEFAULT = ("save_decode_cache", "lookup_async")
+# What vLLM's connector has besides, at the values that ask for nothing.
+_FOREIGN: dict[str, tuple[Any, ...]] = {
+    "enable_group_semantics": (False, None),
+    "enable_store_tp_lcm": (False, None),
+    "prefill_tp_sizes": ([], [1], None),
+    "store_tp_size": (1, None),
+}
 _SECONDS = ("lookup_timeout_s", "pressure_pause_s")
 
 
@@ -87,6 +94,8 @@ class StoreSettings:
         names = {entry.name for entry in fields(cls)} - {"store"}
         given = dict(config.kv_connector_extra_config)
         own = {name: given.pop(name) for name in list(given) if name in names}
+        foreign = {name: given.pop(name) for name in _FOREIGN if name in given}
+        check_foreign_options(foreign, _FOREIGN, names, "kv_connector_extra_config")
         if config.kv_connector == _MOONCAKE_CONNECTOR:
             given.setdefault("store", "mooncake")
         if isinstance(given.get("path"), str) and given["path"]:

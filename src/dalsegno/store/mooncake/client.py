@@ -7,11 +7,12 @@ other call may follow: the package would read freed memory.
 import importlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from dalsegno.errors import OptionError
 from dalsegno.store.mooncake.codes import code_name
-from dalsegno.store.mooncake.config import MooncakeConfig, split_address
+from dalsegno.store.mooncake.config import P2P_METADATA, MooncakeConfig, split_address
 
 __all__ = ["MISSING_PACKAGE", "MooncakeClient", "connect", "load_package"]
 
@@ -110,11 +111,22 @@ def connect(config: MooncakeConfig) -> MooncakeClient:
     )
     if code:
         raise OptionError(
-            f"Mooncake refuses to start a client ({code_name(code)}) with {config}: is the host's name right, the "
-            "protocol supported, and is there memory for what is to be lent?"
+            f"Mooncake refuses to start a client ({code_name(code)}) at master {config.master_server_address}; "
+            f"{' '.join(_doubts(config))} What Mooncake has printed may say more"
         )
     made: MooncakeClient = client
     return made
+
+
+def _doubts(config: MooncakeConfig) -> Iterator[str]:
+    """What may be wrong with settings that the package refuses."""
+    yield f"is local_hostname={config.local_hostname!r} right?"
+    if config.metadata_server != P2P_METADATA:
+        yield f"Does metadata_server={config.metadata_server!r} answer? {P2P_METADATA} needs none."
+    if config.protocol != "tcp":
+        yield f"Is there a device for protocol={config.protocol!r}, device_name={config.device_name!r}?"
+    if num_bytes := config.global_segment_size + config.local_buffer_size:
+        yield f"Are there {num_bytes:,} bytes of memory?"
 
 
 def _check_master(address: str) -> None:

@@ -15,16 +15,27 @@ from typing import Any
 from dalsegno.errors import OptionError
 from dalsegno.options import check_foreign_options
 
-__all__ = ["DEFAULT_PORT", "MIN_SEGMENT_BYTES", "MooncakeConfig", "master_address", "parse_bytes", "split_address"]
+__all__ = [
+    "DEFAULT_PORT",
+    "MIN_SEGMENT_BYTES",
+    "P2P_METADATA",
+    "MooncakeConfig",
+    "master_address",
+    "parse_bytes",
+    "split_address",
+]
 
 DEFAULT_PORT = 50051
 """Port of a master that is named by its host alone."""
+
+P2P_METADATA = "P2PHANDSHAKE"
+"""`metadata_server` of clients that find each other by asking each other."""
 
 MIN_SEGMENT_BYTES = 2**24
 """Least bytes that a process can lend, if it lends any; Mooncake refuses less."""
 
 _SCHEME = "mooncake://"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])i?)?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _TOO_MANY_BYTES = 2**63
 _SIZES = ("global_segment_size", "local_buffer_size")
@@ -38,8 +49,9 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "tenant_id": ("default", "", None),
     "enable_client_http_server": (False, None),
     "client_http_port": (9300, None),
+    "preferred_segment": ("", False, None),
 }
-"""What else stands in Mooncake's files, with the values that ask for nothing."""
+"""What else stands in Mooncake's files and beside them, with the values that ask for nothing."""
 
 _VARIABLES = {
     "MOONCAKE_MASTER": "master_server_address",
@@ -57,7 +69,8 @@ class MooncakeConfig:
     """Checked settings.
 
     Attributes:
-        master_server_address: HOST:PORT of the master, or an address with a scheme of Mooncake's.
+        master_server_address: HOST:PORT of the master, also as mooncake://HOST:PORT, or an address with a scheme of
+            Mooncake's.
         local_hostname: the name under which other hosts reach this one; found out if empty.
         metadata_server: where clients find each other; by asking each other unless set.
         global_segment_size: bytes this process lends; what others put there is gone when it ends.
@@ -72,7 +85,7 @@ class MooncakeConfig:
 
     master_server_address: str = ""
     local_hostname: str = ""
-    metadata_server: str = "P2PHANDSHAKE"
+    metadata_server: str = P2P_METADATA
     global_segment_size: int = 0
     local_buffer_size: int = 0
     protocol: str = "tcp"
@@ -105,6 +118,8 @@ class MooncakeConfig:
                 "mooncake: master_server_address must be HOST:PORT of the master; give it, or a file of settings by "
                 "MOONCAKE_CONFIG_PATH"
             )
+        if self.master_server_address.startswith(_SCHEME):
+            object.__setattr__(self, "master_server_address", master_address(self.master_server_address))
         if "://" not in self.master_server_address:
             host, port = split_address(self.master_server_address)
             object.__setattr__(self, "master_server_address", f"{host}:{port}")
@@ -148,13 +163,15 @@ def parse_bytes(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         num_bytes = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
-        num_bytes = float(match[1]) * _UNITS[match[2].lower()]
+        num_bytes = float(match[1]) * _UNITS[(match[2] or "").lower()]
     if 0 <= num_bytes < _TOO_MANY_BYTES:
         return int(num_bytes)
     raise OptionError(f'{name} must be a number of bytes, as an integer or such as "4GB", got {value!r}')
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    if environment.get("MOONCAKE_PREFERRED_SEGMENT"):
+        raise OptionError("MOONCAKE_PREFERRED_SEGMENT is not supported: the master chooses where objects lie; unset it")
     path = environment.get("MOONCAKE_CONFIG_PATH")
     if not path:
         return {name: environment[variable] for variable, name in _VARIABLES.items() if environment.get(variable)}

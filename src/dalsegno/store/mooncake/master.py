@@ -26,6 +26,7 @@ class MooncakeMaster:
 
     Attributes:
         port: where it listens.
+        metrics_port: where it tells over HTTP, at /metrics, what it holds; another one after each start.
         process: the running process; None while it is stopped.
     """
 
@@ -59,10 +60,11 @@ class MooncakeMaster:
             raise OptionError(f"port {self.port} is in use already, perhaps by another mooncake_master")
         # The port of its metrics is found free and then let go, so that somebody else may take it in between.
         for _ in range(3):
+            self.metrics_port = free_port()
             command = [
                 self._command,
                 f"--rpc_port={self.port}",
-                f"--metrics_port={free_port()}",
+                f"--metrics_port={self.metrics_port}",
                 f"--default_kv_lease_ttl={round(self._lease_s * 1000)}",
             ]
             with contextlib.ExitStack() as stack:

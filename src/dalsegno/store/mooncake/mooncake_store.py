@@ -5,6 +5,7 @@ them. Bytes move between it and the caller's registered memory without a copy. A
 every result an ERROR, at once.
 """
 
+import logging
 import re
 import threading
 from collections import Counter
@@ -23,6 +24,8 @@ from dalsegno.store.mooncake.memory import SMALL_BYTES, Batch, ClientMemory
 
 __all__ = ["MooncakeStore", "open_mooncake"]
 
+logger = logging.getLogger(__name__)
+
 _KEYS = 512
 _COUNTERS = ("put_objects", "put_bytes", "get_objects", "get_bytes", "no_room", "corrupt", "lease_expired", "errors")
 
@@ -35,7 +38,15 @@ def open_mooncake(settings: Mapping[str, Any]) -> "MooncakeStore":
     """
     config = MooncakeConfig.from_settings(settings)
     small_bytes = SMALL_BYTES if config.protocol == "tcp" else 0
-    return MooncakeStore(connect(config), lent_bytes=config.global_segment_size, small_bytes=small_bytes)
+    store = MooncakeStore(connect(config), lent_bytes=config.global_segment_size, small_bytes=small_bytes)
+    logger.info(
+        "Mooncake: master %s, %s; this process, %s, lends %d bytes",
+        config.master_server_address,
+        config.protocol,
+        config.local_hostname,
+        config.global_segment_size,
+    )
+    return store
 
 
 class MooncakeStore:
@@ -171,6 +182,8 @@ class MooncakeStore:
 
     def _count_moved(self, call: str, status: Status, num_bytes: int) -> None:
         with self._counting:
+            if status is Status.NO_ROOM and not self._counters["put_objects"] + self._counters["no_room"]:
+                logger.warning("the Mooncake master had no room for the first object: does anybody lend it memory?")
             if status is Status.OK:
                 self._counters[f"{call}_objects"] += 1
                 self._counters[f"{call}_bytes"] += num_bytes
