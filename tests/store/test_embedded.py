@@ -321,3 +321,22 @@ def test_a_clearing_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest
             with pytest.raises(EngineError, match="the disk is gone"):
                 store.clear()
         assert store.clear() == 1
+
+
+@pytest.mark.parametrize("seed", [2, 5, 13, 23, 28, *range(100, 105)])
+def test_objects_are_removed_from_a_file_full_of_pages_that_cannot_be_reused_yet(seed: int, tmp_path: Path) -> None:
+    """As for a put, the store is synced then; nobody else does that in this test."""
+    rng = random.Random(seed)
+    bound = rng.choice([2**20, 2**22, 2**24])
+    store = EmbeddedStore(tmp_path, bound, sync_interval_s=1000)
+    for number in range(200):
+        chance = rng.random()
+        size = rng.choice([bound // 40, bound // 30, bound // 20, 100])
+        if chance < 0.8:
+            store.put([make_key(number)], [[memoryview(bytes(size))]])
+        elif chance < 0.9:
+            store.clear()
+            assert store.stats()["objects"] == 0
+        else:
+            assert Status.ERROR not in store.remove([make_key(k) for k in range(max(0, number - 9), number)])
+    store.close()

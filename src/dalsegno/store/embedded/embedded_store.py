@@ -9,7 +9,9 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import lmdb
 
@@ -30,6 +32,7 @@ _FAILURES = (lmdb.Error, OSError)
 _BATCH_BYTES = 2**25
 _REMOVALS = 256
 _FLUSH_KEYS = 4096
+_Result = TypeVar("_Result")
 _COUNTERS = ("put_objects", "put_bytes", "get_objects", "get_bytes", "no_room", "corrupt", "errors")
 
 
@@ -240,19 +243,16 @@ class EmbeddedStore:
 
     def _next_tick(self, environment: Environment) -> int:
         """Write the recency notes first: what was used before this call is older than what it puts."""
-        for attempt in range(2):
-            try:
-                with environment.write() as txn:
-                    catalog = Catalog(environment, txn)
-                    self._write_touched(catalog)
-                    tick = catalog.take_tick()
-                    catalog.save()
-                    return tick
-            except lmdb.MapFullError:
-                if attempt:
-                    raise
-                environment.relieve()
-        raise AssertionError("unreachable")
+
+        def take() -> int:
+            with environment.write() as txn:
+                catalog = Catalog(environment, txn)
+                self._write_touched(catalog)
+                tick = catalog.take_tick()
+                catalog.save()
+                return tick
+
+        return _relieved(environment, take)
 
     def _put(self, environment: Environment, batch: Sequence[_Put], tick: int) -> None:
         """Put one batch, half by half where the file is too full of pages that cannot be reused yet."""
@@ -340,17 +340,8 @@ class EmbeddedStore:
 
     def _drop(self, environment: Environment, digests: Sequence[bytes]) -> list[bytes]:
         """Remove objects in transactions of bounded size; return those that were there."""
-        dropped: list[bytes] = []
-        for start in range(0, len(digests), _REMOVALS):
-            with environment.write() as txn:
-                catalog = Catalog(environment, txn)
-                for digest in digests[start : start + _REMOVALS]:
-                    record = catalog.find(digest)
-                    if record is not None:
-                        catalog.drop(digest, record)
-                        dropped.append(digest)
-                catalog.save()
-        return dropped
+        parts = [digests[start : start + _REMOVALS] for start in range(0, len(digests), _REMOVALS)]
+        return [digest for part in parts for digest in _relieved(environment, partial(_drop, environment, part))]
 
     def _write_touched(self, catalog: Catalog) -> None:
         for _ in range(len(self._touched)):
@@ -362,6 +353,29 @@ class EmbeddedStore:
         self._counters["errors"] += count
         logger.warning("the store's %s failed: %s", what, error)
         return [Status.ERROR] * count
+
+
+def _relieved(environment: Environment, act: Callable[[], _Result]) -> _Result:
+    """Do it; once more where the file was too full of pages that could not be reused yet."""
+    try:
+        return act()
+    except lmdb.MapFullError:
+        environment.relieve()
+        return act()
+
+
+def _drop(environment: Environment, digests: Sequence[bytes]) -> list[bytes]:
+    """Remove objects in one transaction; return those that were there."""
+    dropped: list[bytes] = []
+    with environment.write() as txn:
+        catalog = Catalog(environment, txn)
+        for digest in digests:
+            record = catalog.find(digest)
+            if record is not None:
+                catalog.drop(digest, record)
+                dropped.append(digest)
+        catalog.save()
+    return dropped
 
 
 def _batches(puts: Sequence[_Put]) -> Iterator[list[_Put]]:
