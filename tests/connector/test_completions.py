@@ -212,15 +212,18 @@ def test_jobs_hold_no_more_bytes_than_they_may() -> None:
         assert engine.core.stats()["kv_offload_backlog_bytes"] == 0
 
 
-def test_an_answer_is_not_waited_for_any_more_when_its_jobs_are_reported() -> None:
+@pytest.mark.parametrize("no_store", [False, True])
+def test_an_answer_is_not_waited_for_any_more_when_its_jobs_are_reported(no_store: bool) -> None:
+    """Nor while the store is still to be asked, for one that stores nothing itself, what another request has stored."""
     with StoreEngine(MemoryStore()) as engine:
+        engine.core.add_request(engine.request(PROMPT))
         port, connector = engine.worker.port, engine.core.connection.connector
-        request = engine.request(PROMPT, 1, kv_transfer_params={"do_remote_decode": True})
+        request = engine.request(PROMPT, 1, no_store=no_store, kv_transfer_params={"do_remote_decode": True})
         waits = []
         wait = port.wait
 
         def watched(timeout_s: float) -> bool:
-            waits.append(connector.is_answer_held(request))
+            waits.append(connector.is_answer_held(request) and not connector.has_pending_push_work())
             return wait(timeout_s)
 
         setattr(port, "wait", watched)  # noqa: B010

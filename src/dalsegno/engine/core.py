@@ -305,7 +305,7 @@ class EngineCore:
         """Wait for the connector if only it can make something happen; whether it is so."""
         if not self.connection.loads.is_waited_for and not len(self._held_answers):
             return False
-        if self._held_answers.is_due():
+        if self._held_answers.is_due() or self.connection.has_push_work:
             return True
         deadlines = [self.connection.loads.deadline(), self._held_answers.deadline()]
         left = min((at - self.clock.now() for at in deadlines if at is not None), default=_LONGEST_WAIT_S)
