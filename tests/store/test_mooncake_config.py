@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
+from dalsegno.engine.options import EngineOptions
 from dalsegno.errors import OptionError
 from dalsegno.store.base import Status
 from dalsegno.store.mooncake.codes import Code, code_name, status_of
-from dalsegno.store.mooncake.config import MooncakeConfig, master_address, parse_bytes, split_address
+from dalsegno.store.mooncake.config import (
+    MIN_SEGMENT_BYTES,
+    MooncakeConfig,
+    master_address,
+    parse_bytes,
+    split_address,
+)
 
 FILE = {
     "local_hostname": "node1",
@@ -115,6 +122,12 @@ def test_what_is_wrong_is_refused_by_name(settings: dict[str, Any], words: list[
     path.write_text(json.dumps(given), encoding="utf-8")
     with pytest.raises(OptionError):
         MooncakeConfig.from_settings({}, {"MOONCAKE_CONFIG_PATH": str(path)})
+
+
+@pytest.mark.parametrize("given", [1, MIN_SEGMENT_BYTES - 1, 2**63])
+def test_what_an_engine_cannot_lend_is_refused_by_the_name_of_its_option(given: int) -> None:
+    with pytest.raises(OptionError, match=f"kv_store_bytes.*{given}"):
+        EngineOptions(kv_store="mooncake://host:1", kv_store_bytes=given)
 
 
 def test_settings_that_ask_for_nothing_are_accepted() -> None:

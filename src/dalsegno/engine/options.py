@@ -199,11 +199,16 @@ class EngineOptions:
 
     def _mooncake(self) -> dict[str, Any]:
         """Settings of the Mooncake store that `kv_store` names."""
-        from dalsegno.store.mooncake.config import master_address
+        from dalsegno.store.mooncake.config import MIN_SEGMENT_BYTES, master_address
 
         settings: dict[str, Any] = {"store": "mooncake", "master_server_address": master_address(self.kv_store or "")}
         if self.kv_store_bytes is not None:
-            settings["global_segment_size"] = check_integer("kv_store_bytes", self.kv_store_bytes, 0)
+            lent = settings["global_segment_size"] = check_integer("kv_store_bytes", self.kv_store_bytes, 0, 2**62)
+            if 0 < lent < MIN_SEGMENT_BYTES:
+                raise OptionError(
+                    f"kv_store_bytes, what the engine lends to Mooncake, must be 0 or at least {MIN_SEGMENT_BYTES}, "
+                    f"got {lent}"
+                )
         return settings
 
     def _check_verification(self) -> None:
