@@ -96,7 +96,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     monkeypatch.delitem(sys.modules, "mooncake.store", raising=False)
     status, output = run("serve", "mooncake://127.0.0.1", "--segment-bytes", "16MB")
-    assert (status, "libibverbs1" in output, "dalsegno[mooncake]" in output) == (2, True, True)
+    assert (status, "libibverbs1" in output, "pip install mooncake-transfer-engine" in output) == (2, True, True)
 
 
 @pytest.mark.parametrize(

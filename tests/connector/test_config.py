@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -131,6 +132,20 @@ def test_a_wrong_setting_of_the_store_connector_is_refused_by_name(
 ) -> None:
     message = refusal({**STORE, "kv_connector_extra_config": settings})
     assert all(word in message for word in words), message
+
+
+def test_the_log_says_which_engines_share_a_store(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dalsegno")
+    for prefix in ("a", "a", "b"):
+        settings = {"store": "memory", "cache_prefix": prefix}
+        given = {**STORE, "kv_role": "kv_consumer", "kv_connector_extra_config": settings}
+        scheduler, workers = create_connector(KVTransferConfig.parse(given), context())
+        scheduler.shutdown()
+        for worker in workers:
+            worker.shutdown()
+    first, second, other = (record.getMessage() for record in caplog.records)
+    assert first == second != other
+    assert re.fullmatch(r"StoreConnector: kv_consumer, namespace [0-9a-f]{32}", first)
 
 
 def test_what_vllms_connector_has_besides_is_accepted_where_it_asks_for_nothing() -> None:

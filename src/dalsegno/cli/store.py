@@ -19,7 +19,9 @@ from dalsegno.store.registry import is_mooncake
 
 __all__ = ["store_commands"]
 
-store_commands = typer.Typer(help="Look into a store of prefixes, check it, empty it.", no_args_is_help=True)
+store_commands = typer.Typer(
+    help="Look into a store of prefixes, check it, empty it; lend memory to Mooncake.", no_args_is_help=True
+)
 
 _Folder = Annotated[str, typer.Argument(metavar="DIR", help="The folder of the store.")]
 _Address = Annotated[str, typer.Argument(metavar="mooncake://HOST:PORT", help="Where the master listens.")]

@@ -3,6 +3,7 @@
 It asks the store only whether objects exist; bytes are the worker sides'. `create` makes all sides over one store.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,6 +31,8 @@ from dalsegno.types import NULL_BLOCK, StepPlan
 
 __all__ = ["StoreScheduler", "create"]
 
+logger = logging.getLogger(__name__)
+
 _MISS = ExternalMatch(MatchStatus.MISS)
 
 
@@ -53,6 +56,8 @@ def create(config: KVTransferConfig, context: ConnectorContext) -> Sides:
     shared = SharedStore(_open(settings), 1 + len(context.ranks))
     tokens = settings.object_tokens(block_size)
     keys = [KeyMaker(context, rank, tokens, settings.cache_prefix) for rank in range(context.world_size)]
+    namespaces = sorted({name for maker in keys for name in maker.namespaces})
+    logger.info("%s: %s, namespace %s", config.kv_connector, config.kv_role, ", ".join(namespaces))
     scheduler = StoreScheduler(config.kv_role, settings, context, shared, keys)
     return scheduler, [StoreWorker(shared, keys[rank], context, settings) for rank in context.ranks]
 

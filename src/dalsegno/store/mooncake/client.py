@@ -17,8 +17,8 @@ from dalsegno.store.mooncake.config import P2P_METADATA, MooncakeConfig, split_a
 __all__ = ["MISSING_PACKAGE", "MooncakeClient", "connect", "load_package"]
 
 MISSING_PACKAGE = (
-    "the mooncake store needs the package mooncake-transfer-engine-non-cuda or a CUDA build of it (Linux; Debian's "
-    "libibverbs1, libnuma1 and libcurl4): pip install 'dalsegno[mooncake]'"
+    "the mooncake store needs libibverbs1, libnuma1 and libcurl4 of Debian, or what has them elsewhere, and a package "
+    "for Linux: pip install mooncake-transfer-engine-non-cuda, or a CUDA build of it"
 )
 
 _MASTER_TIMEOUT_S = 5.0
