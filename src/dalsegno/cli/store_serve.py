@@ -8,7 +8,7 @@ import typer
 
 from dalsegno.errors import EngineError, OptionError
 from dalsegno.store.mooncake.client import connect, load_package
-from dalsegno.store.mooncake.config import MooncakeConfig, master_address, parse_bytes, split_address
+from dalsegno.store.mooncake.config import MIN_SEGMENT_BYTES, MooncakeConfig, master_address, parse_bytes, split_address
 from dalsegno.store.mooncake.master import MooncakeMaster
 
 __all__ = ["serve_memory"]
@@ -29,8 +29,8 @@ def serve_memory(url: str, segment_bytes: str, *, with_master: bool) -> None:
     """
     address = master_address(url)
     num_bytes = parse_bytes("segment_bytes", segment_bytes)
-    if not num_bytes:
-        raise OptionError("segment_bytes must be more than 0")
+    if num_bytes < MIN_SEGMENT_BYTES:
+        raise OptionError(f"segment_bytes must be at least {MIN_SEGMENT_BYTES}, got {num_bytes}")
     config = MooncakeConfig.from_settings({"master_server_address": address, "global_segment_size": num_bytes})
     load_package()
     stopped = threading.Event()

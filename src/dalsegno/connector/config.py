@@ -86,11 +86,11 @@ class KVTransferConfig:
         if isinstance(given, str):
             try:
                 given = json.loads(given)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise OptionError(f"kv_transfer_config is no JSON ({error}): {given!r:.80}") from None
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise OptionError(f"kv_transfer_config must be an object with kv_connector and kv_role, got {given!r:.80}")
-        if "kv_connector" not in given:
+        if given.get("kv_connector") is None:
             raise OptionError(f"kv_transfer_config: kv_connector is missing; keys are {', '.join(_KEYS)}")
         foreign = {key: value for key, value in given.items() if key not in _KEYS}
         check_foreign_options(foreign, _FOREIGN, _KEYS, "kv_transfer_config")
