@@ -2,13 +2,20 @@
 
 import itertools
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from dalsegno.config import CacheConfig, SchedulerConfig
+from dalsegno.connector.base import SchedulerConnector
 from dalsegno.connector.store.messages import JobReport
+from dalsegno.engine.core import EngineCore
 from dalsegno.request import Request, RequestStatus
+from dalsegno.sched.connection import ConnectorSetup
 from dalsegno.store.memory import MemoryStore
-from dalsegno.testing.builders import make_request
+from dalsegno.testing.builders import make_layout, make_request
+from dalsegno.testing.fake_worker import FakeWorker
 from dalsegno.types import LoadFailure
 from tests.connector.engines import VOCABULARY, StoreEngine
 
@@ -230,3 +237,31 @@ def test_an_answer_is_not_waited_for_any_more_when_its_jobs_are_reported(no_stor
         engine.core.add_request(request)
         engine.run()
         assert all(waits), "it was waited for an answer that could go"
+
+
+class Talkative(SchedulerConnector):
+    """Stores nothing, and says so when the request ends."""
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, {"remote_host": "there"}
+
+
+@pytest.mark.parametrize(
+    ("connector", "told"), [(SchedulerConnector(), {"stored_boundary": 0}), (Talkative(), {"remote_host": "there"})]
+)
+def test_who_asks_what_is_stored_is_told_whatever_the_connector_knows(
+    connector: SchedulerConnector, told: dict[str, Any]
+) -> None:
+    """Also that nothing is, where nobody stores; what `request_finished` says is not lost."""
+    config = CacheConfig(32, 16, decode_checkpoint_interval=16)
+    layout = make_layout("as", config, num_slabs=50)
+    worker = FakeWorker(layout)
+    limits = SchedulerConfig(max_model_len=200, max_num_batched_tokens=200)
+    core = EngineCore(worker, worker.clock, layout, config, limits, debug=True, connector=ConnectorSetup(connector))
+    request = make_request("r", PROMPT, 2, kv_transfer_params={"do_remote_decode": True})
+    core.add_request(request)
+    while core.has_unfinished_requests:
+        core.step()
+    assert request.kv_transfer_answer == told
