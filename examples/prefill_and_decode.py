@@ -59,10 +59,9 @@ def answer(model: str, store: str, role: str | None, num_tokens: int) -> list[di
 
 def on(store: str, role: str) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine that has this role on a store."""
+    settings: dict[str, Any] = {"store": "embedded", "path": store, "bytes": 2**28}
     if store.startswith("mooncake://"):
         settings = {"store": "mooncake", "master_server_address": store.removeprefix("mooncake://")}
-    else:
-        settings = {"store": "embedded", "path": store, "bytes": 2**28}
     return {"kv_connector": "StoreConnector", "kv_role": role, "kv_connector_extra_config": settings}
 
 
