@@ -19,6 +19,7 @@ class LostReason(Enum):
     NO_BOUNDARY_STATE = "no_boundary_state"
     EVICTED = "evicted"
     STORE_MISS = "store_miss"
+    STORE_ERROR = "store_error"
     LOAD_FAILED = "load_failed"
     NO_ROOM = "no_room"
     CACHING_OFF = "caching_off"

@@ -72,7 +72,7 @@ def test_a_store_that_hangs_costs_one_timeout_and_not_one_per_request() -> None:
         engine.reports.holds_all = True
         for prompt in prompts[:6]:
             last = engine.send(prompt, 3)
-        assert last.hit_report.lost == {"store_miss": 48, "sub_unit": 12}
+        assert last.hit_report.lost == {"store_error": 48, "sub_unit": 12}
         stats = engine.core.stats()
         assert (stats["kv_load_timeouts"], stats["kv_load_lookups_skipped"]) == (1, 5)
         # As soon as it reports, or after as long again, loads are tried again.

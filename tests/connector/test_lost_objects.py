@@ -9,6 +9,7 @@ from dalsegno.store.base import Buffers, Status
 from dalsegno.store.keys import StoreKey
 from dalsegno.store.memory import MemoryStore
 from dalsegno.store.wrappers.faulty import Fault, FaultyStore
+from dalsegno.store.wrappers.latency import LatencyStore
 from tests.connector.engines import VOCABULARY, StoreEngine
 
 PROMPT = random.Random(1).choices(range(VOCABULARY), k=300)
@@ -187,3 +188,33 @@ def test_no_answer_says_more_than_another_engine_finds(seed: int) -> None:
         assert not engine.core.manager.pins.counts
         assert not engine.core.connection.connector._jobs._confirmed  # type: ignore[attr-defined]
     assert told
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (None, "store_miss"),
+        (Fault.EXISTS_ERROR, "store_error"),
+        (Fault.EXISTS_RAISES, "store_error"),
+        (Fault.GET_MISS, "load_failed"),
+    ],
+)
+def test_a_lost_token_tells_whether_the_store_said_no_said_nothing_or_did_not_deliver(
+    fault: Fault | None, reason: str
+) -> None:
+    """R10"""
+    memory = MemoryStore()
+    if fault is not None:
+        with StoreEngine(memory) as engine:
+            engine.send(PROMPT)
+            engine.settle()
+    store = FaultyStore(memory, rates={} if fault is None else {fault: 1.0})
+    with StoreEngine(store, role="kv_consumer", save_decode_cache=False) as engine:
+        request = engine.send(PROMPT, 3)
+    assert request.hit_report.lost == {reason: 288, "sub_unit": 12}
+
+
+def test_a_lookup_that_is_not_answered_in_time_is_no_miss() -> None:
+    store = LatencyStore(MemoryStore(), 0.2)
+    with StoreEngine(store, role="kv_consumer", lookup_async=True, lookup_timeout_s=0.001) as engine:
+        assert engine.send(PROMPT, 3).hit_report.lost == {"store_error": 288, "sub_unit": 12}

@@ -53,12 +53,14 @@ class ExternalMatch:
         load_async: whether other requests may run while the load does.
         shared_tokens: tokens from the beginning whose attention is there, with or without a state to resume from; a
             state is worth keeping where they end.
+        unsure: whether it could not be found out, or not all of it.
     """
 
     status: MatchStatus
     num_tokens: int = 0
     load_async: bool = True
     shared_tokens: int = 0
+    unsure: bool = False
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class _Asked:
     rounds: int = 0
     local_boundary: int = 0
     has_reported: bool = False
+    unsure: bool = False
     failed_boundary: int = 0
     deadline: float = 0.0
     blocks_engine: bool = False
@@ -116,6 +117,7 @@ class ExternalLoads:
         if self._overdue and self._clock.now() < self._try_again_at:
             # Counts as a miss: the store does not answer.
             self.counters["kv_load_lookups_skipped"] += 1
+            asked.unsure = True
             if not asked.rounds:
                 asked.local_boundary = computed.boundary
             asked.rounds = _MAX_ROUNDS
@@ -130,6 +132,7 @@ class ExternalLoads:
         if not asked.rounds:
             asked.local_boundary = computed.boundary
         asked.rounds = _MAX_ROUNDS
+        asked.unsure = match.unsure
         request.shared_boundary = max(request.shared_boundary, match.shared_tokens)
         if match.status is MatchStatus.MISS or match.num_tokens <= 0:
             return Decision.ADMIT
@@ -220,7 +223,8 @@ class ExternalLoads:
                 self.counters["kv_load_recovered_tokens"] += from_store
         lost_here = (LostReason.NEW, LostReason.EVICTED, LostReason.DIVERGED, LostReason.NO_BOUNDARY_STATE)
         report.recharge(lost_here, LostReason.LOAD_FAILED, max(0, asked.failed_boundary - boundary))
-        report.recharge((LostReason.NEW, LostReason.EVICTED), LostReason.STORE_MISS)
+        missed = LostReason.STORE_ERROR if asked.unsure else LostReason.STORE_MISS
+        report.recharge((LostReason.NEW, LostReason.EVICTED), missed)
 
     def _fail(self, request: Request, load: Load) -> bool:
         """Note a failed load; whether it ends the request."""

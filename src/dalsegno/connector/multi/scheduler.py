@@ -132,14 +132,14 @@ class MultiScheduler(SchedulerConnector):
         if MatchStatus.PENDING in statuses:
             return ExternalMatch(MatchStatus.PENDING)
         shared = max(match.shared_tokens for match in matches)
+        unsure = any(match.unsure for match in matches)
         hits = [match.num_tokens if match.status is MatchStatus.HIT else 0 for match in matches]
         longest = hits.index(max(hits))
         if hits[longest] > 0:
             self._chosen[request] = longest
-            return replace(matches[longest], shared_tokens=shared)
-        return ExternalMatch(
-            MatchStatus.NONE if statuses == {MatchStatus.NONE} else MatchStatus.MISS, shared_tokens=shared
-        )
+            return replace(matches[longest], shared_tokens=shared, unsure=unsure)
+        status = MatchStatus.NONE if statuses == {MatchStatus.NONE} else MatchStatus.MISS
+        return ExternalMatch(status, shared_tokens=shared, unsure=unsure)
 
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
         """The child whose hit it is loads; if it raises, it does not, and the load is reported as failed."""

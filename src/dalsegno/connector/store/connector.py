@@ -185,11 +185,12 @@ class StoreScheduler(SchedulerConnector):
             return ExternalMatch(MatchStatus.PENDING)
         self._forget_gone()
         if match is None:
-            return _MISS
+            return ExternalMatch(MatchStatus.MISS, unsure=True)
         if match.boundary <= local.boundary or not self._lookups.still_holds(match, request):
-            return ExternalMatch(MatchStatus.MISS, shared_tokens=match.shared)
+            return ExternalMatch(MatchStatus.MISS, shared_tokens=match.shared, unsure=match.unsure)
         self._matches[request] = match
-        return ExternalMatch(MatchStatus.HIT, match.boundary - local.boundary, self._settings.load_async, match.shared)
+        num_tokens = match.boundary - local.boundary
+        return ExternalMatch(MatchStatus.HIT, num_tokens, self._settings.load_async, match.shared, match.unsure)
 
     def update_state_after_alloc(self, request: Request, load: Load) -> None:
         """See the base class."""

@@ -57,11 +57,13 @@ class StoreMatch:
         boundary: the longest joint boundary; the local one where the store has nothing beyond it.
         objects: what to read for it, without blocks.
         shared: how far attention alone reaches; somebody else's prompt went on from there, or ended.
+        unsure: whether the store did not answer some question.
     """
 
     boundary: int
     objects: tuple[StoredObject, ...]
     shared: int
+    unsure: bool = False
 
 
 def find_in_store(

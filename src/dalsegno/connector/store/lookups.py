@@ -6,7 +6,7 @@ done, need not wait again. What it counted on being on the device is checked whe
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dalsegno.connector.registry import ConnectorContext
 from dalsegno.connector.store.keys import KeyMaker
@@ -164,10 +164,13 @@ class Lookups:
         )
 
     def _find(self, query: LookupQuery) -> StoreMatch:
+        """One lookup; there is never more than one at a time."""
         self.counters["external_prefix_cache_lookups"] += 1
-        return find_in_store(
+        before = self.counters["kv_offload_lookup_errors"]
+        match = find_in_store(
             self._layout, self._unit, self._objects, query, self._exists, self._settings.max_state_probes
         )
+        return replace(match, unsure=self.counters["kv_offload_lookup_errors"] != before)
 
     def _exists(self, salt: str, objects: Sequence[StoredObject]) -> list[bool]:
         """Whether every rank's part of each object is stored."""
